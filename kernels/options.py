@@ -1,0 +1,26 @@
+"""What an attention layer may ask for beyond plain softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["AttentionOptions"]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one layer. Scores are ``softcap(scale * q @ k) + bias``, softmax over them and the sink.
+
+    Attributes:
+        scale: factor on the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None for no cap.
+        sinks: [query_heads] one more logit per head that takes probability and has no value; None for none.
+        bias: additive, broadcastable to [rows, query_heads, queries, keys], right-aligned with the keys; None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None

@@ -1,0 +1,259 @@
+"""``branchkv.generate`` and ``branchkv.decode``: HF's generate with the decoding done by forking."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from branchkv.config import KVConfig
+from branchkv.decoding.step import Step
+from branchkv.models.call import DecodingCall, Settings
+from branchkv.models.options import check_kv, check_options
+from branchkv.models.prompts import clean_prompts, unexpand
+from branchkv.models.support import check_model, position_limit
+from branchkv.paged_cache.stats import KVStats
+
+__all__ = ["decode", "generate"]
+
+
+def generate(
+    model: Any,
+    *args: Any,
+    kv: KVConfig | None = None,
+    seed: int | None = None,
+    on_step: Callable[[Step], None] | None = None,
+    on_stats: Callable[[KVStats], None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model.generate`` with each prompt computed once and its beams or samples forked from it.
+
+    Every argument and return type is that of ``model.generate``. With ``return_dict_in_generate=True`` the output is a
+    subclass of HF's own and has one more attribute, ``kv`` (KVStats).
+
+    Args:
+        model: a transformers model; unchanged afterwards.
+        args, kwargs: as for ``model.generate``.
+        kv: layout and budget of the K/V cache.
+        seed: draw samples from streams of their own, one per (seed, prompt, sample), instead of torch's generator.
+        on_step: called after each choice of tokens, for progress.
+        on_stats: called with the KVStats of each decoding; models with a generate of their own may decode repeatedly.
+
+    Raises:
+        ValueError: what HF refuses with ValueError; an empty prompt; a prompt past the position table.
+        UnsupportedModelError, UnsupportedOptionError: named, before anything runs.
+        OutOfBlocksError: the K/V budget is too small for the call.
+        NumericalError: NaN logits, or all continuations banned, with prompt and step.
+    """
+    kv = kv if kv is not None else KVConfig()
+    check_model(model)
+    check_kv(kv)
+    _check_seed(seed)
+    _check_call(model, kwargs)
+    watchers = Watchers(on_step, on_stats, kwargs.get("streamer"))
+    runner = _Runner(kv, seed, watchers, given_length=_given_length(model, kwargs))
+    with _not_expanded(model):
+        # type(model), since an instance attribute may be our own (branchkv.paged)
+        output = type(model).generate(model, *_with_bos(model, args, kwargs), custom_generate=runner, **kwargs)
+    if runner.stats is not None and hasattr(output, "keys") and not hasattr(output, "kv"):
+        object.__setattr__(output, "kv", runner.stats)  # own generate methods (Whisper) rebuild the output
+    return output
+
+
+def decode(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    kv: KVConfig | None = None,
+    seed: int | None = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """HF's own hook: ``model.generate(**inputs, num_beams=4, custom_generate=branchkv.decode)``.
+
+    Takes ``kv=`` and ``seed=`` as ``generate`` does. HF has expanded the inputs by then; they are un-expanded, which
+    works for text and encoder-decoder models; for others call ``branchkv.generate``.
+    """
+    del tokenizer  # HF has built the stop string criterion from it
+    kv = kv if kv is not None else KVConfig()
+    check_model(model)
+    check_kv(kv)
+    _check_seed(seed)
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    ids, plain = unexpand(input_ids, model_kwargs, copies)
+    runner = _Runner(kv, seed, Watchers(), given_length=False)
+    return runner(model, ids, logits_processor, stopping_criteria, generation_config, **plain)
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """Who is told what: each step, the statistics at the end, and HF's streamer the tokens of a single row."""
+
+    on_step: Callable[[Step], None] | None = None
+    on_stats: Callable[[KVStats], None] | None = None
+    streamer: Any = None
+
+    def step(self, step: Step) -> None:
+        """A step was chosen."""
+        if self.on_step is not None:
+            self.on_step(step)
+        if self.streamer is not None:
+            self.streamer.put(step.chosen.cpu())
+            if len(step.parents) == 0:
+                self.streamer.end()
+
+    def stats(self, stats: KVStats) -> None:
+        """A decoding has ended."""
+        if self.on_stats is not None:
+            self.on_stats(stats)
+
+
+class _Runner:
+    """The ``custom_generate`` callable of one call; afterwards ``stats`` holds what the cache did.
+
+    HF recognises our own arguments by the names in this signature: ``tokenizer`` is declared so that stop strings work.
+    """
+
+    def __init__(self, kv: KVConfig, seed: int | None, watchers: Watchers, *, given_length: bool) -> None:
+        self._kv, self._seed, self._watchers, self._given_length = kv, seed, watchers, given_length
+        self.stats: KVStats | None = None
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        del tokenizer
+        check_options(generation_config, dict(model_kwargs, cache=None, past_key_values=None))
+        for name in ("cache", "past_key_values"):
+            model_kwargs.pop(name, None)  # HF's empty cache
+        prompt_ids = input_ids
+        lengths: tuple[int, ...] = (input_ids.shape[1],) * len(input_ids)
+        if not model.config.is_encoder_decoder:
+            bos = generation_config.bos_token_id
+            input_ids, lengths, model_kwargs = clean_prompts(input_ids, model_kwargs, _first(bos))
+        _check_positions(model, lengths, generation_config)
+        settings = Settings(
+            kv=self._kv,
+            seed=self._seed,
+            processors=tuple(logits_processor),
+            criteria=tuple(stopping_criteria),
+            config=generation_config,
+            length_counts_prompt=self._given_length and generation_config.max_new_tokens is None,
+        )
+        call = DecodingCall(model, settings, input_ids, lengths, model_kwargs)
+        output = call.run(prompt_ids, self._watchers.step)
+        self.stats = call.stats()
+        self._watchers.stats(self.stats)
+        return output
+
+
+@contextmanager
+def _not_expanded(model: Any) -> Iterator[None]:
+    """Within, HF's generate does not repeat the inputs for beams and samples."""
+    original = type(model)._expand_inputs_for_generation
+    before = model.__dict__.get("_expand_inputs_for_generation")
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        return original(model, *args, **{**kwargs, "expand_size": 1})
+
+    model.__dict__["_expand_inputs_for_generation"] = keep
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.__dict__["_expand_inputs_for_generation"]
+        else:
+            model.__dict__["_expand_inputs_for_generation"] = before
+
+
+def _check_call(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse options before HF runs an encoder."""
+    arguments = dict(kwargs)
+    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **_config_arguments(arguments))
+    check_options(config, arguments)
+
+
+def _config_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "generation_config"}
+
+
+def _given_length(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether somebody set max_length; HF's default of 20 counts new tokens, a given one counts the prompt too."""
+    config = kwargs.get("generation_config")
+    return any(
+        length is not None
+        for length in (kwargs.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
+    )
+
+
+def _with_bos(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Prompts without any token start with BOS; HF fails on them with an opaque error.
+
+    Raises:
+        ValueError: no prompt at all, or the model has no BOS.
+    """
+    if model.config.is_encoder_decoder or kwargs.get("inputs_embeds") is not None:
+        return args
+    name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
+    ids = args[0] if args else kwargs.get(name)
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return args
+    if ids.shape[0] == 0:
+        raise ValueError("input_ids: expected at least one prompt, got a batch of 0")
+    if ids.shape[1] > 0:
+        return args
+    config = kwargs.get("generation_config") or model.generation_config
+    bos = _first(kwargs.get("bos_token_id", config.bos_token_id))
+    if bos is None:
+        raise ValueError("input_ids: prompt 0 is empty and the model has no bos_token_id to start it with")
+    started = ids.new_full((len(ids), 1), bos)
+    kwargs.pop("attention_mask", None)
+    if args:
+        return (started, *args[1:])
+    kwargs[name] = started
+    return args
+
+
+def _check_positions(model: Any, lengths: tuple[int, ...], config: Any) -> None:
+    limit = position_limit(model)
+    if limit is None:
+        return
+    least = max(config.min_new_tokens or 1, 1)
+    for prompt, length in enumerate(lengths):
+        if length + least - 1 > limit:  # the last generated token is never fed back
+            raise ValueError(
+                f"prompt {prompt}: {length} tokens and at least {least} new ones do not fit the model's position table "
+                f"of {limit} entries"
+            )
+    if max(lengths) + (config.max_length - min(lengths)) - 1 > limit and config.max_new_tokens is not None:
+        if max(lengths) + config.max_new_tokens - 1 > limit:
+            warnings.warn(
+                f"prompts of up to {max(lengths)} tokens and {config.max_new_tokens} new ones may pass the model's "
+                f"position table of {limit} entries; that would end the call with a ValueError",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _check_seed(seed: object) -> None:
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed: expected a non-negative integer or None, got {seed!r}")
+
+
+def _first(token: Any) -> int | None:
+    if token is None:
+        return None
+    return int(token[0]) if isinstance(token, (list, tuple)) else int(token)

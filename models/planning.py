@@ -1,0 +1,74 @@
+"""What one step needs of the block tables, per layer kind, made once and used by all layers of the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from branchkv.kernels.plan import AttentionPlan, make_plan
+from branchkv.models.blocks import BlockStore
+from branchkv.paged_cache.block_pool import Ids
+from branchkv.paged_cache.views import Writes
+
+__all__ = ["StepPlans"]
+
+
+class StepPlans:
+    """Slots to write and slots to read in one step.
+
+    Args:
+        store: the blocks.
+        writes: per kind, from the manager.
+    """
+
+    def __init__(self, store: BlockStore, writes: Mapping[str, Writes]) -> None:
+        self._store = store
+        self._writes = writes
+        self._slots: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._plans: dict[tuple[str, int | None], AttentionPlan] = {}
+
+    @property
+    def lengths(self) -> Ids:
+        """[rows] tokens of each row, this step's included."""
+        return next(iter(self._writes.values())).tables.lengths
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of any row."""
+        return int(self.lengths.max(initial=0))
+
+    def window(self, layer: int, asked: int | None) -> int | None:
+        """The narrower of the layer's own window and the one the module asks for."""
+        own = self._writes[self._store.kind(layer)].tables.window
+        windows = [window for window in (own, asked) if window is not None]
+        return min(windows) if windows else None
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the step's new tokens of a layer, [tokens, kv_heads, head_dim], sequence by sequence."""
+        kind = self._store.kind(layer)
+        if kind not in self._slots:
+            slots = self._writes[kind].slots
+            kept = np.flatnonzero(slots >= 0)
+            index = None if len(kept) == len(slots) else torch.from_numpy(kept).to(keys.device)
+            self._slots[kind] = torch.from_numpy(slots[kept]).to(keys.device), index
+        slots, index = self._slots[kind]
+        if index is not None:
+            keys, values = keys[index], values[index]
+        self._store.write(layer, keys, values, slots, self._writes[kind].copies)
+
+    def plan(self, layer: int, window: int | None) -> AttentionPlan:
+        """What each row's newest token reads."""
+        kind = self._store.kind(layer)
+        if (kind, window) not in self._plans:
+            tables = self._writes[kind].tables
+            self._plans[kind, window] = make_plan(
+                tables.blocks,
+                tables.lengths,
+                block_size=tables.block_size,
+                null_slot=self._store.null_slot(kind),
+                window=window,
+                device=self._store.pool(layer).keys.device,
+            )
+        return self._plans[kind, window]

@@ -1,0 +1,97 @@
+"""The K/V tensors of one layer kind: write slots, copy blocks, gather. The only file of this folder that knows torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from branchkv.paged_cache.views import BlockCopies
+
+__all__ = ["KVStorage", "LayerPool"]
+
+
+@dataclass(frozen=True)
+class LayerPool:
+    """K and V of one layer, slot by slot.
+
+    Attributes:
+        keys: [slots + 1, kv_heads, key_dim]; the last slot is never written and stays zero, so that a gather can point
+            masked places at it.
+        values: [slots + 1, kv_heads, value_dim].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KVStorage:
+    """Pools of all layers of one kind; block b of a layer is its slots [b * block_size, (b + 1) * block_size).
+
+    Pools are sized for ``capacity`` blocks and never grow or move. On a CPU that reserves address space only: the
+    system hands out memory when a page is first written, so what is resident follows the blocks that were used.
+
+    Args:
+        block_size: slots per block.
+        capacity: most blocks that will ever be written.
+        dtype: stored dtype; None keeps the dtype of the first keys.
+    """
+
+    def __init__(self, block_size: int, capacity: int, dtype: torch.dtype | None) -> None:
+        self.block_size = block_size
+        self.capacity = capacity
+        self._dtype = dtype
+        self._layers: dict[int, LayerPool] = {}
+        self._null_slot = capacity * block_size
+
+    @property
+    def null_slot(self) -> int:
+        """A slot that always reads as zero."""
+        return self._null_slot
+
+    def layer(self, index: int) -> LayerPool:
+        """The pool of a layer that has been written."""
+        return self._layers[index]
+
+    def prepare(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Make the pool of a layer from the shape, dtype and device of its first K/V; True if it is new.
+
+        Args:
+            keys: [..., kv_heads, tokens, key_dim]; values likewise. K and V may differ in heads and head size.
+        """
+        if index in self._layers:
+            return False
+        self._layers[index] = LayerPool(self._empty(keys), self._empty(values))
+        return True
+
+    def block_bytes(self, index: int) -> int:
+        """Bytes of one block of one layer, K and V."""
+        pool = self._layers[index]
+        return sum(t[0].numel() * t.element_size() for t in (pool.keys, pool.values)) * self.block_size
+
+    def write(self, index: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write token i to slot ``slots[i]``.
+
+        Args:
+            slots: [tokens] int64, distinct, on the pool's device.
+            keys: [tokens, kv_heads, key_dim]; values: [tokens, kv_heads, value_dim].
+        """
+        pool = self._layers[index]
+        pool.keys.index_copy_(0, slots, keys.to(pool.keys.dtype))
+        pool.values.index_copy_(0, slots, values.to(pool.values.dtype))
+
+    def copy(self, index: int, copies: BlockCopies) -> None:
+        """Copy whole blocks of one layer. Sources are read before any target is written."""
+        if len(copies.source) == 0:
+            return
+        pool = self._layers[index]
+        source, target = torch.from_numpy(copies.source), torch.from_numpy(copies.target)
+        for tensor in (pool.keys, pool.values):
+            blocks = tensor[: self._null_slot].unflatten(0, (self.capacity, self.block_size))
+            blocks[target.to(tensor.device)] = blocks[source.to(tensor.device)]
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self._null_slot + 1, like.shape[-3], like.shape[-1])
+        tensor = torch.empty(shape, dtype=self._dtype or like.dtype, device=like.device)
+        tensor[self._null_slot] = 0
+        return tensor
