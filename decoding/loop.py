@@ -1,6 +1,6 @@
 """The decoding loop: prefill, then step after step until no row goes on. There is no other loop.
 
-    prompts -> sequences -> tables -> forward -> search step -> fork and free -> tables -> ...
+prompts -> sequences -> tables -> forward -> search step -> fork and free -> tables -> ...
 """
 
 from __future__ import annotations

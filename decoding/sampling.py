@@ -56,9 +56,7 @@ class SampleSearcher:
         """See ``Search.advance``."""
         layout, steps = self._layout, self._generated.shape[1]
         prompts, lanes = layout // self.width, layout % self.width
-        history = History(
-            self._inputs.prompts, self.width, prompts, lanes, self._generated[layout], self._generated
-        )
+        history = History(self._inputs.prompts, self.width, prompts, lanes, self._generated[layout], self._generated)
         scores = logits.float()
         check_rows(scores.amax(1), prompts, steps, "logits")
         self._recorder.add_logits(scores, layout)

@@ -66,8 +66,8 @@ def attention(
     _check("value_pool", value_pool.shape[1], key_pool.shape[1], "kv_heads of key_pool")
     if query.shape[1] % key_pool.shape[1]:
         raise ValueError(f"query: expected a multiple of {key_pool.shape[1]} heads, got {query.shape[1]}")
-    if options.bias is not None and options.bias.shape[-1] < plan.width:
-        raise ValueError(f"bias: expected at least {plan.width} columns, got {options.bias.shape[-1]}")
+    if options.bias is not None and options.bias.shape[-1] < plan.most:
+        raise ValueError(f"bias: expected at least {plan.most} columns, got {options.bias.shape[-1]}")
     return run(query, key_pool, value_pool, plan, options)
 
 

@@ -1,4 +1,4 @@
-"""Attention over dense K/V with every option of AttentionOptions: prompts, cross-attention, and the tail of the others."""
+"""Attention over dense K/V with every option of AttentionOptions: for prompts and cross-attention."""
 
 from __future__ import annotations
 

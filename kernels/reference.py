@@ -21,8 +21,8 @@ def reference_attention(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads, kv_heads = query.shape[1], key_pool.shape[1]
     outputs, lses = [], []
-    for row, start in enumerate(plan.starts.tolist()):
-        slots = plan.slots[row, start:]
+    for row in range(plan.rows):
+        slots = _slots(plan, row, len(key_pool))
         keys = key_pool[slots].to(wide).repeat_interleave(heads // kv_heads, dim=1)  # [tokens, heads, key_dim]
         values = value_pool[slots].to(wide).repeat_interleave(heads // kv_heads, dim=1)
         scores = torch.einsum("hd,thd->ht", query[row].to(wide), keys) * options.scale
@@ -36,3 +36,11 @@ def reference_attention(
         outputs.append(torch.einsum("ht,thd->hd", torch.exp(scores - lse[:, None]), values))
         lses.append(lse)
     return torch.stack(outputs).to(query.dtype), torch.stack(lses)
+
+
+def _slots(plan: AttentionPlan, row: int, pool: int) -> torch.Tensor:
+    """Slots of every token that a row sees, oldest first."""
+    every = torch.arange(pool, device=plan.own.slots.device)
+    runs = [run for run in plan.runs if run.rows.start <= row < run.rows.stop]
+    parts = [every[run.slots] if isinstance(run.slots, slice) else run.slots for run in runs]
+    return torch.cat([*parts, plan.own.slots[row, int(plan.own.starts[row]) :]])

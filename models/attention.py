@@ -26,8 +26,8 @@ __all__ = ["AttentionRouter", "SelfSource"]
 _SERIAL = itertools.count()
 # Keywords that need no action: dropout is 0 in eval mode, positions are in the K/V, masks are in the block tables.
 _IGNORED = frozenset(
-    "dropout position_ids use_cache output_router_logits is_causal return_dict output_attentions output_hidden_states "
-    "cache_position logits_to_keep num_items_in_batch".split()
+    {"dropout", "position_ids", "use_cache", "output_router_logits", "is_causal", "return_dict"}
+    | {"output_attentions", "output_hidden_states", "cache_position", "logits_to_keep", "num_items_in_batch"}
 )
 _KNOWN = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "position_bias"})
 
@@ -86,16 +86,14 @@ class AttentionRouter:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """HF's attention function: query [rows, heads, queries, head_dim] -> ([rows, queries, heads, head_dim], None)."""
+        """HF's attention function: query [rows, heads, queries, dim] -> ([rows, queries, heads, dim], None)."""
         if isinstance(key, LazyKV) and isinstance(value, LazyKV):
             out = self._over_blocks(query, key, attention_mask, kwargs)
             if out is not None:
                 return out, None
             key, value = key.dense(), value.dense()
         original = self._original(module)
-        result: tuple[torch.Tensor, torch.Tensor | None] = original(
-            module, query, key, value, attention_mask, **kwargs
-        )
+        result: tuple[torch.Tensor, torch.Tensor | None] = original(module, query, key, value, attention_mask, **kwargs)
         return result
 
     def mask(self, **kwargs: Any) -> torch.Tensor | None:
@@ -124,7 +122,7 @@ class AttentionRouter:
 
     def _original(self, module: torch.nn.Module) -> Callable[..., Any]:
         name = self._originals[id(module.config)]
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         return function
 
@@ -137,9 +135,10 @@ def _decoder_configs(model: PreTrainedModel) -> list[Any]:
         for name in getattr(model.config, "sub_configs", {})
         if (config := getattr(model.config, name, None)) is not None and config is not text
     }
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) not in towers:
-            if module._can_set_attn_implementation():
-                found[id(module.config)] = module.config
+    submodels = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    found = {
+        id(module.config): module.config
+        for module in submodels
+        if id(module.config) not in towers and module._can_set_attn_implementation()
+    }
     return list(found.values())

@@ -32,6 +32,7 @@ class PagedCache(Cache):
 
     def __init__(self, windows: Sequence[int | None]) -> None:
         self.forward_pass: ForwardPass | None = None
+        self._windows = list(windows)
         super().__init__(layers=[_PagedLayer(self, index, window) for index, window in enumerate(windows)])
 
     def update(
@@ -39,10 +40,10 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write through the block tables; may return lazy handles."""
         while layer_idx >= len(self.layers):  # some configs count the encoder's layers, not the decoder's
-            last = self.layers[-1]
-            self.layers.append(_PagedLayer(self, len(self.layers), last.window))
-        keys, values = self.layers[layer_idx].update(key_states, value_states)
-        return keys, values
+            self.layers.append(_PagedLayer(self, len(self.layers), self._windows[-1]))
+        if self.forward_pass is None:
+            raise RuntimeError("a branchkv cache can only be used inside a branchkv forward")
+        return self.forward_pass.update(layer_idx, key_states, value_states)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Refused: sequences are forked by the block manager, not by rows."""
@@ -55,7 +56,7 @@ class _PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._index = index
         self.window = window
@@ -108,7 +109,7 @@ class _CrossLayer(CacheLayerMixin):
     def __init__(self, store: CrossStore, index: int) -> None:
         self._store = store
         self._index = index
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> LazyKV | None:

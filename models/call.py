@@ -31,6 +31,7 @@ from branchkv.models.blocks import BlockStore
 from branchkv.models.criteria import Ends, split_criteria
 from branchkv.models.memory import make_budget
 from branchkv.models.outputs import OutputRequest, beam_output, sample_output
+from branchkv.models.positions import check_positions, position_limit
 from branchkv.models.processors import adapt_processors
 from branchkv.models.runner import HFModel, ModelInputs
 from branchkv.models.support import check_model
@@ -93,6 +94,7 @@ class DecodingCall:
         self._lengths = lengths
         ends = split_criteria(settings.criteria, lambda: self._recorder.scores, len(lengths), self._fill)
         limits = self._limits(ends, input_ids.shape[1], ids_lengths)
+        check_positions(position_limit(model), lengths, limits, max(config.min_new_tokens or 1, 1))
         self._search = self._make_search(ends, limits)
         plan = check_model(model)
         self._log = EventLog() if settings.kv.trace else None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 
 from branchkv.config import KVConfig
 from branchkv.decoding.step import Step
 from branchkv.models.call import DecodingCall, Settings
 from branchkv.models.options import check_kv, check_options
 from branchkv.models.prompts import clean_prompts, unexpand
-from branchkv.models.support import check_model, position_limit
+from branchkv.models.support import check_model
 from branchkv.paged_cache.stats import KVStats
 
 __all__ = ["decode", "generate"]
@@ -144,7 +142,6 @@ class _Runner:
         if not model.config.is_encoder_decoder:
             bos = generation_config.bos_token_id
             input_ids, lengths, model_kwargs = clean_prompts(input_ids, model_kwargs, _first(bos))
-        _check_positions(model, lengths, generation_config)
         settings = Settings(
             kv=self._kv,
             seed=self._seed,
@@ -195,7 +192,11 @@ def _given_length(model: Any, kwargs: dict[str, Any]) -> bool:
     config = kwargs.get("generation_config")
     return any(
         length is not None
-        for length in (kwargs.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
+        for length in (
+            kwargs.get("max_length"),
+            getattr(config, "max_length", None),
+            model.generation_config.max_length,
+        )
     )
 
 
@@ -225,27 +226,6 @@ def _with_bos(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return (started, *args[1:])
     kwargs[name] = started
     return args
-
-
-def _check_positions(model: Any, lengths: tuple[int, ...], config: Any) -> None:
-    limit = position_limit(model)
-    if limit is None:
-        return
-    least = max(config.min_new_tokens or 1, 1)
-    for prompt, length in enumerate(lengths):
-        if length + least - 1 > limit:  # the last generated token is never fed back
-            raise ValueError(
-                f"prompt {prompt}: {length} tokens and at least {least} new ones do not fit the model's position table "
-                f"of {limit} entries"
-            )
-    if max(lengths) + (config.max_length - min(lengths)) - 1 > limit and config.max_new_tokens is not None:
-        if max(lengths) + config.max_new_tokens - 1 > limit:
-            warnings.warn(
-                f"prompts of up to {max(lengths)} tokens and {config.max_new_tokens} new ones may pass the model's "
-                f"position table of {limit} entries; that would end the call with a ValueError",
-                UserWarning,
-                stacklevel=2,
-            )
 
 
 def _check_seed(seed: object) -> None:

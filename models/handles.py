@@ -43,7 +43,7 @@ class LazyKV(torch.Tensor):
         return self._dense
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: tuple[type, ...],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from branchkv.config import KVConfig
 from branchkv.errors import UnsupportedOptionError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import (
+from transformers.generation.utils import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
@@ -23,22 +23,22 @@ __all__ = ["beam_output", "sample_output"]
 
 
 @dataclass
-class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):  # type: ignore[misc]
+class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
     """HF's output class; ``kv`` holds the KVStats of the call and is no entry of the dict."""
 
 
 @dataclass
-class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):  # type: ignore[misc]
+class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
     """HF's output class; ``kv`` holds the KVStats of the call and is no entry of the dict."""
 
 
 @dataclass
-class DecoderOnlyOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
     """HF's output class; ``kv`` holds the KVStats of the call and is no entry of the dict."""
 
 
 @dataclass
-class EncoderDecoderOutput(GenerateEncoderDecoderOutput):  # type: ignore[misc]
+class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """HF's output class; ``kv`` holds the KVStats of the call and is no entry of the dict."""
 
 
@@ -66,7 +66,7 @@ def sample_output(results: Sequence[Hypotheses], request: OutputRequest, recorde
     sequences = _with_prompts(generated, len(generated) // len(results), request)
     if not request.as_dict:
         return sequences
-    kind = EncoderDecoderOutput if request.encoder_decoder else DecoderOnlyOutput
+    kind: Any = EncoderDecoderOutput if request.encoder_decoder else DecoderOnlyOutput
     return _with_stats(kind(sequences=sequences, scores=recorder.scores, logits=recorder.logits), kv)
 
 
@@ -100,7 +100,7 @@ def beam_output(
     sequences = _with_prompts(tokens.flatten(0, 1)[:, :length], wanted, request)
     if not request.as_dict:
         return sequences
-    kind = BeamEncoderDecoderOutput if request.encoder_decoder else BeamDecoderOnlyOutput
+    kind: Any = BeamEncoderDecoderOutput if request.encoder_decoder else BeamDecoderOnlyOutput
     output = kind(
         sequences=sequences,
         sequences_scores=scores.flatten() if request.scores else None,

@@ -38,7 +38,9 @@ class PackedForward:
         prompts: each prompt's token ids [tokens].
     """
 
-    def __init__(self, model: Any, cache_name: str, store: BlockStore, run: Implementation, prompts: list[torch.Tensor]):
+    def __init__(
+        self, model: Any, cache_name: str, store: BlockStore, run: Implementation, prompts: list[torch.Tensor]
+    ):
         self._model, self._cache_name = model, cache_name
         self._store, self._run, self._prompts = store, run, prompts
 
@@ -47,7 +49,9 @@ class PackedForward:
         lengths = [len(prompt) for prompt in self._prompts]
         positions = torch.cat([torch.arange(length) for length in lengths])
         last = torch.tensor(np.cumsum(lengths) - 1)
-        return self._forward(cache, PackedPass(self._store, self._run, writes, lengths), torch.cat(self._prompts), positions, last)
+        return self._forward(
+            cache, PackedPass(self._store, self._run, writes, lengths), torch.cat(self._prompts), positions, last
+        )
 
     def step(self, cache: Any, tokens: torch.Tensor, writes: Mapping[str, Writes]) -> torch.Tensor:
         """[rows, vocabulary] logits of one new token per row."""
@@ -63,7 +67,11 @@ class PackedForward:
         if keep is not None:
             inputs["logits_to_keep"] = keep.to(tokens.device)
         output = self._model(
-            input_ids=tokens[None], position_ids=positions[None].to(tokens.device), use_cache=True, return_dict=True, **inputs
+            input_ids=tokens[None],
+            position_ids=positions[None].to(tokens.device),
+            use_cache=True,
+            return_dict=True,
+            **inputs,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -101,7 +109,11 @@ class PackedPass:
         return queries, 0
 
     def attend(
-        self, layer: int, query: torch.Tensor, fresh: tuple[torch.Tensor, torch.Tensor], options: AttentionOptions,
+        self,
+        layer: int,
+        query: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
         window: int | None,
     ) -> torch.Tensor:
         """[1, tokens, query_heads, value_dim]; see ``SelfSource.attend``."""
@@ -114,7 +126,11 @@ class PackedPass:
         return self._prompts(query, fresh, options, window)
 
     def _prompts(
-        self, query: torch.Tensor, fresh: tuple[torch.Tensor, torch.Tensor], options: AttentionOptions, window: int | None
+        self,
+        query: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+        window: int | None,
     ) -> torch.Tensor:
         """Causal attention within each prompt, over the K/V just computed."""
         outputs = []
@@ -137,5 +153,3 @@ class _PackedSource:
         if options.bias is not None:
             raise NeedsRectangular
         return self._packed.attend(self._layer, query, self._fresh, options, window)
-
-

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from branchkv.kernels.plan import AttentionPlan, make_plan
+from branchkv.kernels.plan import AttentionPlan, RowSlots, make_plan, row_slots
 from branchkv.models.blocks import BlockStore
 from branchkv.paged_cache.block_pool import Ids
 from branchkv.paged_cache.views import Writes
@@ -28,6 +28,7 @@ class StepPlans:
         self._writes = writes
         self._slots: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._plans: dict[tuple[str, int | None], AttentionPlan] = {}
+        self._row_slots: dict[str, RowSlots] = {}
 
     @property
     def lengths(self) -> Ids:
@@ -49,10 +50,13 @@ class StepPlans:
         """Write the step's new tokens of a layer, [tokens, kv_heads, head_dim], sequence by sequence."""
         kind = self._store.kind(layer)
         if kind not in self._slots:
-            slots = self._writes[kind].slots
-            kept = np.flatnonzero(slots >= 0)
-            index = None if len(kept) == len(slots) else torch.from_numpy(kept).to(keys.device)
-            self._slots[kind] = torch.from_numpy(slots[kept]).to(keys.device), index
+            every = self._writes[kind].slots
+            kept = np.flatnonzero(every >= 0)
+            all_kept = len(kept) == len(every)
+            self._slots[kind] = (
+                torch.from_numpy(every[kept]).to(keys.device),
+                None if all_kept else torch.from_numpy(kept).to(keys.device),
+            )
         slots, index = self._slots[kind]
         if index is not None:
             keys, values = keys[index], values[index]
@@ -72,3 +76,19 @@ class StepPlans:
                 device=self._store.pool(layer).keys.device,
             )
         return self._plans[kind, window]
+
+    def row_slots(self, layer: int) -> RowSlots:
+        """Every slot that each row sees in a layer, for code that wants dense K/V."""
+        kind = self._store.kind(layer)
+        if kind not in self._row_slots:
+            tables = self._writes[kind].tables
+            first = np.maximum(tables.lengths - (tables.window or tables.lengths), 0)
+            self._row_slots[kind] = row_slots(
+                tables.blocks,
+                tables.lengths,
+                first,
+                block_size=tables.block_size,
+                null_slot=self._store.null_slot(kind),
+                device=self._store.pool(layer).keys.device,
+            )
+        return self._row_slots[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from branchkv.errors import UnsupportedOptionError
 
@@ -63,7 +63,9 @@ def clean_prompts(
         # A stable sort by the mask moves hidden tokens to the left and keeps the order of the others.
         order = real.long().argsort(dim=1, stable=True)
         kwargs = {
-            name: value.gather(1, order) if isinstance(value, torch.Tensor) and value.shape == input_ids.shape else value
+            name: value.gather(1, order)
+            if isinstance(value, torch.Tensor) and value.shape == input_ids.shape
+            else value
             for name, value in kwargs.items()
         }
         input_ids = input_ids.gather(1, order)

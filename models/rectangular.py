@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from branchkv.kernels.attention import Implementation, attention
 from branchkv.kernels.options import AttentionOptions
@@ -39,8 +39,15 @@ class RectangularForward:
     """
 
     def __init__(
-        self, model: Any, generation_config: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any],
-        store: BlockStore, run: Implementation, *, masked: bool,
+        self,
+        model: Any,
+        generation_config: Any,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        store: BlockStore,
+        run: Implementation,
+        *,
+        masked: bool,
     ) -> None:
         self._model, self._generation_config = model, generation_config
         self._input_ids, self._kwargs = input_ids, model_kwargs
@@ -114,8 +121,14 @@ class RectangularPass:
     """
 
     def __init__(
-        self, store: BlockStore, run: Implementation, writes: Mapping[str, Writes], cached: int, lengths: list[int],
-        *, masked: bool,
+        self,
+        store: BlockStore,
+        run: Implementation,
+        writes: Mapping[str, Writes],
+        cached: int,
+        lengths: list[int],
+        *,
+        masked: bool,
     ) -> None:
         self._store, self._run, self._masked = store, run, masked
         self._cached, self._lengths = cached, lengths
@@ -153,8 +166,8 @@ class RectangularPass:
     def gather(self, layer: int, part: int, width: int) -> torch.Tensor:
         """[rows, kv_heads, width, head_dim], left-padded with zeros."""
         kind = self._store.kind(layer)
-        plan = self._plans.plan(layer, self._windows[kind])
-        slots = F.pad(plan.slots, (width - plan.width, 0), value=self._store.null_slot(kind))
+        rows = self._plans.row_slots(layer)
+        slots = F.pad(rows.slots, (width - rows.width, 0), value=self._store.null_slot(kind))
         pool = self._store.pool(layer)
         tensor = (pool.keys, pool.values)[part]
         return tensor[slots].to(self._dtype).transpose(1, 2).contiguous()

@@ -16,8 +16,9 @@ from branchkv.models.cache import CrossCache, PagedCache
 from branchkv.models.cross import CrossStore
 from branchkv.models.layers import LayerPlan
 from branchkv.models.packed import NeedsRectangular, PackedForward
+from branchkv.models.positions import position_limit
 from branchkv.models.rectangular import RectangularForward
-from branchkv.models.support import cache_argument, packs, position_limit
+from branchkv.models.support import cache_argument, packs
 from branchkv.paged_cache.block_pool import Ids
 from branchkv.paged_cache.manager import CacheManager
 from branchkv.paged_cache.views import Writes
@@ -55,7 +56,12 @@ class HFModel:
     """
 
     def __init__(
-        self, model: Any, plan: LayerPlan, inputs: ModelInputs, manager: CacheManager, store: BlockStore,
+        self,
+        model: Any,
+        plan: LayerPlan,
+        inputs: ModelInputs,
+        manager: CacheManager,
+        store: BlockStore,
         run: Implementation,
     ) -> None:
         self._inputs, self._manager = inputs, manager

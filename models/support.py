@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from branchkv.errors import UnsupportedModelError
 from branchkv.models.layers import LayerPlan, plan_layers
 
-__all__ = ["cache_argument", "check_model", "packs", "position_limit"]
+__all__ = ["cache_argument", "check_model", "packs"]
 
 _REASONS = {
     "mllama": "its image cross-attention lives in layers of the same cache",
@@ -25,7 +24,7 @@ _REASONS = {
 }
 # Inputs that the packed layout accounts for; any other one sends the call to the rectangular layout.
 _PACKED_INPUTS = frozenset(
-    "input_ids attention_mask position_ids cache past_key_values use_cache logits_to_keep return_dict".split()
+    {"input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 )
 
 
@@ -42,7 +41,8 @@ def check_model(model: Any) -> LayerPlan:
         raise UnsupportedModelError(name, "it has no language modelling head, so it cannot generate")
     if model.config.model_type in _REASONS:
         raise UnsupportedModelError(name, _REASONS[model.config.model_type])
-    if not model._supports_default_dynamic_cache():
+    generative: Any = model
+    if not generative._supports_default_dynamic_cache():
         raise UnsupportedModelError(name, "it keeps its state in a cache of its own, not in HF's DynamicCache")
     if cache_argument(model) is None:
         raise UnsupportedModelError(name, "its forward takes no cache")
@@ -75,19 +75,6 @@ def packs(model: Any, plan: LayerPlan, input_ids: torch.Tensor, model_kwargs: di
         and input_ids.shape[1] > 0
         and _plain_positions(input_ids, model_kwargs)
     )
-
-
-def position_limit(model: Any) -> int | None:
-    """Positions of the decoder's learned position table, None where it has none.
-
-    Found by the table itself (an ``nn.Embedding`` called position, wpe, ...): configs state a maximum for models
-    with rotary positions too, which run on past it.
-    """
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    for name, module in decoder.named_modules():
-        if isinstance(module, torch.nn.Embedding) and re.search(r"(wpe|position|pos_emb)", name.rsplit(".", 1)[-1]):
-            return int(module.num_embeddings) - int(getattr(module, "offset", 0))
-    return None
 
 
 def _plain_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:

@@ -5,6 +5,8 @@ A block id is valid in one pool only (each layer kind has its own). The pool kno
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -69,7 +71,7 @@ class BlockPool:
         """
         self.add_all(np.bincount(blocks, weights=_weights(blocks, amounts), minlength=self._high))
 
-    def add_all(self, delta: npt.NDArray[np.float64]) -> None:
+    def add_all(self, delta: npt.NDArray[Any]) -> None:
         """Add ``delta[b]`` to the count of every block b; shape [high].
 
         Raises:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from branchkv.paged_cache.block_pool import Ids
 
@@ -22,7 +23,7 @@ class BlockEvent(NamedTuple):
         event: ``allocate``, ``copy`` (the block is the target of a copy-on-write), ``retain``, ``release``, ``free``.
         block: physical block id.
         sequence: sequence that caused it; -1 for ``free``.
-        count: reference count afterwards; for ``copy`` the id of the source block.
+        ref_count: reference count afterwards; for ``copy`` the id of the source block.
     """
 
     step: int
@@ -30,7 +31,7 @@ class BlockEvent(NamedTuple):
     event: str
     block: int
     sequence: int
-    count: int
+    ref_count: int
 
 
 class EventLog:
@@ -40,11 +41,13 @@ class EventLog:
         self.step = 0
         self._rows: list[tuple[int, str, str, Ids, Ids, Ids]] = []
 
-    def add(self, kind: str, event: str, blocks: Ids, seqs: Ids, counts: Ids) -> None:
+    def add(self, kind: str, event: str, blocks: Ids, seqs: Ids, counts: npt.NDArray[np.signedinteger[Any]]) -> None:
         """Record ``event`` for each of ``blocks``; empty ``seqs`` and ``counts`` stand for -1 and 0."""
         if len(blocks):
             who = seqs if len(seqs) else np.full(len(blocks), -1)
-            self._rows.append((self.step, kind, event, blocks.copy(), who.copy(), np.resize(counts, len(blocks))))
+            self._rows.append(
+                (self.step, kind, event, blocks.copy(), who.copy(), np.resize(counts, len(blocks)).astype(np.int64))
+            )
 
     def events(self) -> list[BlockEvent]:
         """Every event so far, in order."""

@@ -1,4 +1,4 @@
-"""The K/V tensors of one layer kind: write slots, copy blocks, gather. The only file of this folder that knows torch."""
+"""The K/V tensors of one layer kind: write slots, copy blocks. The only file of this folder that knows torch."""
 
 from __future__ import annotations
 

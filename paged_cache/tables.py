@@ -222,7 +222,10 @@ class BlockTables:
         old_rows, old_width = self._blocks.shape
         if rows <= old_rows and width <= old_width:
             return
-        shape = (max(old_rows, 2 * rows if rows > old_rows else 0), max(old_width, 2 * width if width > old_width else 0))
+        shape = (
+            max(old_rows, 2 * rows if rows > old_rows else 0),
+            max(old_width, 2 * width if width > old_width else 0),
+        )
         blocks = np.full(shape, -1, dtype=np.int64)
         blocks[:old_rows, :old_width] = self._blocks
         lengths = np.zeros(shape[0], dtype=np.int64)
