@@ -75,4 +75,5 @@ class BlockStore:
         if kind not in self._storages:
             room = self._manager.budget.room(kind)
             capacity = self._worst_case[kind] if room is None else min(room, self._worst_case[kind])
+            self._manager.set_capacity(kind, capacity)
             self._storages[kind] = KVStorage(self._manager.block_size, capacity, self._dtype)

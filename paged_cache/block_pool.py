@@ -21,10 +21,14 @@ class BlockPool:
     There is no separate free list: free blocks are found by a scan below the high-water mark, lowest ids first. That
     keeps the held blocks dense in memory, gives prompts physical runs, and leaves nothing that could disagree with
     the counts. The scan reads 4 bytes a block, 0.1 ms for 100,000 blocks.
+
+    Attributes:
+        capacity: ids are below this number; None while storage has not set it.
     """
 
     def __init__(self) -> None:
         self._counts: npt.NDArray[np.int32] = np.zeros(64, dtype=np.int32)
+        self.capacity: int | None = None
         self._high = 0  # every id at or above this one has never been used
 
     @property
@@ -43,25 +47,15 @@ class BlockPool:
         return self._high
 
     def allocate(self, count: int) -> Ids:
-        """Take ``count`` free blocks, each with a count of 1; a physical run where the free blocks hold one.
+        """Take the ``count`` lowest free blocks, each with a count of 1. The caller has checked the budget."""
+        return self._take(self._candidates(count)[:count], count)
 
-        The caller has checked the budget: ids are unbounded here.
-        """
-        if count == 0:
-            return np.empty(0, dtype=np.int64)
-        free = np.flatnonzero(self.counts == 0)
-        fresh = np.arange(self._high, self._high + count, dtype=np.int64)
-        candidates = np.concatenate([free, fresh])
-        blocks = candidates[:count]
-        if count > 1 and blocks[-1] - blocks[0] != count - 1 and len(free) < 4 * count:
-            blocks = _first_run(candidates, count, fallback=blocks)
-        self._high = max(self._high, int(blocks[-1]) + 1)
-        if self._high > len(self._counts):
-            grown = np.zeros(2 * self._high, dtype=np.int32)
-            grown[: len(self._counts)] = self._counts
-            self._counts = grown
-        self._counts[blocks] = 1
-        return blocks
+    def allocate_run(self, count: int) -> Ids:
+        """Take ``count`` consecutive free blocks, for a prompt; the lowest free ones where there is no such run."""
+        candidates = self._candidates(count)
+        starts = np.flatnonzero(candidates[count - 1 :] - candidates[: len(candidates) - count + 1] == count - 1)
+        first = int(starts[0]) if len(starts) else 0
+        return self._take(candidates[first : first + count], count)
 
     def add(self, blocks: Ids, amounts: Ids | int) -> None:
         """Add ``amounts`` to the counts of ``blocks``; ids may repeat, amounts may be negative.
@@ -85,12 +79,26 @@ class BlockPool:
             raise RuntimeError(f"reference counts: a free block was retained, or freed twice: {wrong[:8].tolist()}")
         counts += delta.astype(np.int32)
 
+    def _candidates(self, count: int) -> Ids:
+        """Free ids, ascending: all below the high-water mark and ``count`` above it, as far as there is room."""
+        last = self._high + count if self.capacity is None else min(self._high + count, self.capacity)
+        return np.concatenate([np.flatnonzero(self.counts == 0), np.arange(self._high, last, dtype=np.int64)])
+
+    def _take(self, blocks: Ids, count: int) -> Ids:
+        if len(blocks) < count:
+            raise RuntimeError(
+                f"block pool: {count} blocks were asked for, {len(blocks)} ids of {self.capacity} are free"
+            )
+        if count == 0:
+            return blocks
+        self._high = max(self._high, int(blocks[-1]) + 1)
+        if self._high > len(self._counts):
+            grown = np.zeros(2 * self._high, dtype=np.int32)
+            grown[: len(self._counts)] = self._counts
+            self._counts = grown
+        self._counts[blocks] = 1
+        return blocks
+
 
 def _weights(blocks: Ids, amounts: Ids | int) -> npt.NDArray[np.float64]:
     return np.broadcast_to(np.asarray(amounts, dtype=np.float64), blocks.shape)
-
-
-def _first_run(candidates: Ids, count: int, fallback: Ids) -> Ids:
-    """The first ``count`` consecutive ids in the ascending ``candidates``, else ``fallback``."""
-    runs = np.flatnonzero(candidates[count - 1 :] - candidates[: len(candidates) - count + 1] == count - 1)
-    return candidates[runs[0] : runs[0] + count] if len(runs) else fallback

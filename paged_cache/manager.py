@@ -151,6 +151,10 @@ class CacheManager:
         if self.log is not None:
             self.log.step += 1
 
+    def set_capacity(self, kind: str, blocks: int) -> None:
+        """State how many blocks the storage of ``kind`` has room for."""
+        self.tables[kind].pool.capacity = blocks
+
     def set_block_bytes(self, kind: str, size: int) -> None:
         """State what a block of ``kind`` occupies, once its tensors are known.
 

@@ -91,7 +91,8 @@ class BlockTables:
         self._fit(len(self._blocks), int(last.max(initial=0)))
         copies = self._copy_tails(seqs, tokens)
         rows = np.repeat(seqs, fresh)
-        taken = self.pool.allocate(len(rows))
+        prompts = len(rows) > 0 and int(fresh.max()) > 1
+        taken = self.pool.allocate_run(len(rows)) if prompts else self.pool.allocate(len(rows))
         self._blocks[rows, np.repeat(first, fresh) + _ranks(fresh)] = taken
         self._lengths[seqs] = old + tokens
         if self._log is not None:
