@@ -58,6 +58,11 @@ class History:
 
     def cohorts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (row numbers, ids [rows, tokens]) for rows of equal length: the real tokens only, no padding."""
+        if len(set(self.prompt_tokens.lengths)) == 1:
+            length = self.prompt_tokens.lengths[0]
+            prompt = self.prompt_tokens.padded[self.prompts, self.prompt_tokens.longest - length :]
+            yield torch.arange(len(prompt), device=prompt.device), torch.cat([prompt, self.generated], dim=1)
+            return
         lengths = torch.tensor(self.prompt_tokens.lengths)[self.prompts.cpu()]
         for length in sorted(set(lengths.tolist())):
             rows = torch.nonzero(lengths == length).flatten().to(self.prompts.device)

@@ -7,7 +7,10 @@ import torch.nn.functional as F
 
 from branchkv.kernels.options import AttentionOptions
 
-__all__ = ["causal_mask", "dense_attention"]
+__all__ = ["causal_attention", "causal_mask", "dense_attention"]
+
+# Queries per product where a mask has to be written out, so that a long prompt does not need a square of memory.
+CHUNK = 512
 
 
 def dense_attention(
@@ -47,6 +50,35 @@ def dense_attention(
     weights = softmax_with_sink(scores, options.sinks).to(query.dtype)
     out = weights.view(rows, key.shape[1], group * queries, -1) @ value
     return out.view(rows, heads, queries, -1)
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions, window: int | None
+) -> torch.Tensor:
+    """Attention within one prompt: each query sees the keys up to its own, at most ``window`` of them.
+
+    Args:
+        query: [rows, query_heads, tokens, key_dim]; key and value: [rows, kv_heads, tokens, dim].
+        options: without a bias.
+        window: None for all keys.
+
+    Returns:
+        [rows, query_heads, tokens, value_dim].
+    """
+    tokens = query.shape[2]
+    if options.softcap is None and options.sinks is None and (window is None or window >= tokens):
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=tokens > 1, scale=options.scale, enable_gqa=grouped
+        )
+    parts = []
+    for start in range(0, tokens, CHUNK):
+        stop = min(start + CHUNK, tokens)
+        first = 0 if window is None else max(0, start - window + 1)
+        mask = causal_mask(stop - start, stop - first, window, query.device)
+        seen = slice(first, stop)
+        parts.append(dense_attention(query[:, :, start:stop], key[:, :, seen], value[:, :, seen], options, mask))
+    return torch.cat(parts, dim=2)
 
 
 def softmax_with_sink(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -48,8 +48,8 @@ def _own_part(
     bias: torch.Tensor | None,
 ) -> Partial:
     """Attention of each row over its own slots, gathered; query [rows, kv_heads, group, key_dim]."""
-    keys = key_pool[own.slots].to(query.dtype).permute(0, 2, 3, 1)  # [rows, kv_heads, key_dim, width]
-    values = value_pool[own.slots].to(query.dtype).transpose(1, 2)
+    keys = _gather(key_pool, own.slots).to(query.dtype).permute(0, 2, 3, 1)  # [rows, kv_heads, key_dim, width]
+    values = _gather(value_pool, own.slots).to(query.dtype).transpose(1, 2)
     scores = _capped(query @ keys, options)
     if bias is not None:
         scores = scores + bias[..., bias.shape[-1] - own.width :]
@@ -87,9 +87,13 @@ def _capped(scores: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, values: torch.Tensor) -> Partial:
-    """Softmax over the last dimension and the weighted sum of values, with the log-sum-exp."""
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1))
+    """Softmax over the last dimension and the weighted sum of values, with the log-sum-exp.
+
+    The LSE is read off the largest score and its weight, which spares a second pass of exponentials; that weight is at
+    least 1 / n, so nothing is lost.
+    """
+    weights = scores.softmax(dim=-1)
+    lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()
     return weights.to(values.dtype) @ values, lse
 
 
@@ -98,3 +102,8 @@ def _merge(a: Partial, b: Partial) -> Partial:
     lse = torch.logaddexp(a[1], b[1])
     weight_a, weight_b = ((part[1] - lse).exp().unsqueeze(-1).to(a[0].dtype) for part in (a, b))
     return a[0] * weight_a + b[0] * weight_b, lse
+
+
+def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[rows, width, kv_heads, dim]; index_select is more than twice as fast as indexing with a matrix."""
+    return pool.index_select(0, slots.flatten()).unflatten(0, slots.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +53,15 @@ def generate(
     check_model(model)
     check_kv(kv)
     _check_seed(seed)
+    names = list(inspect.signature(type(model).generate).parameters)[1:]
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_call(model, kwargs)
+    _start_empty(model, kwargs)
     watchers = Watchers(on_step, on_stats, kwargs.get("streamer"))
     runner = _Runner(kv, seed, watchers, given_length=_given_length(model, kwargs))
     with _not_expanded(model):
         # type(model), since an instance attribute may be our own (branchkv.paged)
-        output = type(model).generate(model, *_with_bos(model, args, kwargs), custom_generate=runner, **kwargs)
+        output = type(model).generate(model, custom_generate=runner, **kwargs)
     if runner.stats is not None and hasattr(output, "keys") and not hasattr(output, "kv"):
         object.__setattr__(output, "kv", runner.stats)  # own generate methods (Whisper) rebuild the output
     return output
@@ -160,11 +164,11 @@ class _Runner:
 @contextmanager
 def _not_expanded(model: Any) -> Iterator[None]:
     """Within, HF's generate does not repeat the inputs for beams and samples."""
-    original = type(model)._expand_inputs_for_generation
+    original = model._expand_inputs_for_generation
     before = model.__dict__.get("_expand_inputs_for_generation")
 
     def keep(*args: Any, **kwargs: Any) -> Any:
-        return original(model, *args, **{**kwargs, "expand_size": 1})
+        return original(*args, **{**kwargs, "expand_size": 1})
 
     model.__dict__["_expand_inputs_for_generation"] = keep
     try:
@@ -200,32 +204,28 @@ def _given_length(model: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _with_bos(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Prompts without any token start with BOS; HF fails on them with an opaque error.
+def _start_empty(model: Any, kwargs: dict[str, Any]) -> None:
+    """Give prompts without any token a BOS, in ``kwargs``; HF fails on them with an opaque error.
 
     Raises:
         ValueError: no prompt at all, or the model has no BOS.
     """
     if model.config.is_encoder_decoder or kwargs.get("inputs_embeds") is not None:
-        return args
+        return
     name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
-    ids = args[0] if args else kwargs.get(name)
+    ids = kwargs.get(name)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        return args
+        return
     if ids.shape[0] == 0:
         raise ValueError("input_ids: expected at least one prompt, got a batch of 0")
     if ids.shape[1] > 0:
-        return args
+        return
     config = kwargs.get("generation_config") or model.generation_config
     bos = _first(kwargs.get("bos_token_id", config.bos_token_id))
     if bos is None:
         raise ValueError("input_ids: prompt 0 is empty and the model has no bos_token_id to start it with")
-    started = ids.new_full((len(ids), 1), bos)
+    kwargs[name] = ids.new_full((len(ids), 1), bos)
     kwargs.pop("attention_mask", None)
-    if args:
-        return (started, *args[1:])
-    kwargs[name] = started
-    return args
 
 
 def _check_seed(seed: object) -> None:

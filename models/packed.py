@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from branchkv.kernels.attention import Implementation, attention
-from branchkv.kernels.dense import causal_mask, dense_attention
+from branchkv.kernels.dense import causal_attention
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.models.blocks import BlockStore
@@ -136,8 +136,8 @@ class PackedPass:
         outputs = []
         for start, length in zip(np.cumsum([0, *self._lengths]), self._lengths, strict=False):
             part = slice(int(start), int(start) + length)
-            mask = causal_mask(length, length, window, query.device)
-            out = dense_attention(query[:, :, part], fresh[0][:, :, part], fresh[1][:, :, part], options, mask)
+            keys, values = (tensor[:, :, part] for tensor in fresh)
+            out = causal_attention(query[:, :, part], keys, values, options, window)
             outputs.append(out.transpose(1, 2))
         return torch.cat(outputs, dim=1)
 

@@ -49,7 +49,7 @@ def check_model(model: Any) -> LayerPlan:
     plan = plan_layers(model)
     if plan.unsupported is not None:
         raise UnsupportedModelError(
-            name, f"it has layers of type {plan.unsupported!r}, whose state is not K/V per token"
+            name, f"it has layers kept as {plan.unsupported}, whose state is not K/V per token"
         )
     return plan
 

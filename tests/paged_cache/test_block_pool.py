@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -60,26 +62,47 @@ def test_everything_freed_is_reused_as_it_was() -> None:
     assert pool.allocate(5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_run_is_preferred_to_fragments() -> None:
-    assert pool_with_free(10, 1, 3, 5, 6, 7).allocate(3).tolist() == [5, 6, 7]
+def test_single_blocks_fill_the_holes_first() -> None:
+    assert pool_with_free(10, 1, 3, 5, 6, 7).allocate(3).tolist() == [1, 3, 5]
+    assert pool_with_free(10, 1, 8).allocate(4).tolist() == [1, 8, 10, 11]
 
 
-def test_a_run_may_begin_in_a_hole_and_go_on_in_fresh_blocks() -> None:
-    assert pool_with_free(10, 1, 8, 9).allocate(4).tolist() == [8, 9, 10, 11]
-
-
-def test_without_a_run_among_many_holes_the_holes_are_used() -> None:
-    """Runs are a preference: they must not make the pool grow for ever beside its holes."""
-    pool = pool_with_free(40, *range(0, 40, 2))
-    assert pool.allocate(3).tolist() == [0, 2, 4]
-    assert pool.high == 40
-
-
-@pytest.mark.xfail(
-    strict=True, reason="allocate looks for a run only while fewer than 4 * count blocks are free, whatever they hold"
+@pytest.mark.parametrize(
+    ("free", "count", "run"),
+    [
+        ([], 3, [60, 61, 62]),
+        ([1, 3, 5, 6, 7], 3, [5, 6, 7]),
+        ([1, 3, 5, 6, 7, 20, 21, 22], 3, [5, 6, 7]),
+        ([1, 58, 59], 4, [58, 59, 60, 61]),  # begins in a hole and goes on in blocks never used
+        ([*range(1, 30, 2), *range(40, 50)], 3, [40, 41, 42]),  # behind many holes
+        (list(range(0, 60, 2)), 2, [60, 61]),
+        ([1, 3], 1, [1]),
+        ([1, 3], 0, []),
+    ],
 )
-def test_a_run_is_found_behind_many_holes() -> None:
-    assert pool_with_free(60, *range(1, 30, 2), *range(40, 50)).allocate(3).tolist() == [40, 41, 42]
+def test_a_run_is_the_first_that_is_long_enough(free: list[int], count: int, run: list[int]) -> None:
+    pool = pool_with_free(60, *free)
+    assert pool.allocate_run(count).tolist() == run
+    assert pool.held == 60 - len(free) + count
+    assert pool.counts[run].tolist() == [1] * count
+
+
+def test_within_a_capacity_a_run_gives_way_to_the_holes() -> None:
+    pool = pool_with_free(10, 1, 4, 5, 8)
+    pool.capacity = 11
+    assert pool.allocate_run(3).tolist() == [1, 4, 5]
+    assert pool.allocate_run(2).tolist() == [8, 10]
+    assert (pool.held, pool.high) == (11, 11)
+
+
+@pytest.mark.parametrize("take", [BlockPool.allocate, BlockPool.allocate_run])
+def test_beyond_the_capacity_nothing_is_given_out(take: Callable[[BlockPool, int], Ids]) -> None:
+    pool = pool_with_free(4, 2)
+    pool.capacity = 5
+    with pytest.raises(RuntimeError, match="3 blocks were asked for, 2 ids of 5 are free"):
+        take(pool, 3)
+    assert (pool.counts.tolist(), pool.high) == ([1, 1, 0, 1], 4)
+    assert take(pool, 2).tolist() == [2, 4]
 
 
 def test_add_takes_repeated_ids_and_mixed_amounts() -> None:
@@ -134,7 +157,8 @@ def test_random_use_never_gives_out_a_held_block() -> None:
     pool, counts = BlockPool(), dict[int, int]()
     for _ in range(2000):
         if rng.random() < 0.5:
-            taken = pool.allocate(int(rng.integers(0, 6))).tolist()
+            take = pool.allocate_run if rng.random() < 0.5 else pool.allocate
+            taken = take(int(rng.integers(0, 6))).tolist()
             assert len(set(taken)) == len(taken)
             assert not counts.keys() & taken
             counts |= dict.fromkeys(taken, 1)

@@ -36,13 +36,13 @@ def replayed(events: Iterable[BlockEvent]) -> dict[tuple[str, int], int]:
             assert key not in counts, f"{event}: taken while held"
             counts[key] = 1
             if event.event == "copy":
-                counts[event.kind, event.count] -= 1
+                counts[event.kind, event.ref_count] -= 1
             else:
-                assert event.count == 1
+                assert event.ref_count == 1
         elif event.event in ("retain", "release"):
             # Of several changes in one call, each carries the count that the call left.
             assert key in counts, f"{event}: not held"
-            counts[key] = event.count
+            counts[key] = event.ref_count
         else:
             assert event.event == "free"
             assert counts.pop(key) == 0, f"{event}: freed while held"
@@ -67,7 +67,7 @@ def test_the_life_of_two_blocks() -> None:
     step(cache, children, 1)
     cache.free(children)
     (parent,) = seqs.tolist()
-    # Which of the two sharers gets the copy is free; the other one keeps block 0. The copy's `count` is its source.
+    # Which of the two sharers gets the copy is free; the other one keeps block 0. The copy's `ref_count` is its source.
     (copier,) = (event.sequence for event in log.events() if event.event == "copy")
     (keeper,) = set(children.tolist()) - {copier}
     assert [event for event in log.events() if event.step < 2] == [

@@ -145,6 +145,9 @@ class CheckedCache:
         self.limit = limit
         self.kinds = kinds
         self.manager = CacheManager(block_size, kinds, BlockBudget(limit))
+        if limit is not None:
+            for kind in kinds:
+                self.manager.set_capacity(kind, limit)
         self.model = Model(block_size, kinds)
         self.slots: dict[str, npt.NDArray[np.int64]] = {kind: np.empty(0, np.int64) for kind in kinds}
         self.pending: tuple[list[int], dict[str, Writes]] | None = None
@@ -240,6 +243,7 @@ class CheckedCache:
         assert self.manager.held == held
         assert self.limit is None or sum(held.values()) <= self.limit
         for kind in self.kinds:
+            assert self.limit is None or self.manager.tables[kind].pool.high <= self.limit
             self._check_kind(kind)
 
     def check_stats(self) -> None:

@@ -94,8 +94,9 @@ def test_growth_in_rows_and_columns_keeps_every_table() -> None:
 def test_a_prompt_gets_a_physical_run() -> None:
     tables = opened(4, 4, 4, 4)
     tables.free(ids(1))
-    tables.open(ids(1))
-    assert append(tables, ids(1), ids(12)).tables.blocks.tolist() == [[4, 5, 6]]
+    tables.open(ids(1, 4))
+    assert append(tables, ids(1), ids(8)).tables.blocks.tolist() == [[4, 5]]
+    assert append(tables, ids(4), ids(4)).tables.blocks.tolist() == [[1]]
 
 
 def test_a_view_is_a_copy() -> None:
@@ -145,14 +146,15 @@ def test_a_row_used_again_shows_nothing_of_its_last_owner() -> None:
     assert blocks(tables, 0, 1)[1] == [4]
 
 
-def test_the_longest_dead_row_is_wiped_though_no_survivor_is_as_long() -> None:
+def test_a_dead_row_is_wiped_though_no_survivor_is_as_long() -> None:
     tables = opened(4, 40)
     tables.reorder(ids(0, 1), parents=ids(0), children=ids(0))
     assert tables.pool.held == 1
-    tables.open(ids(1))
-    append(tables, ids(1), ids(1))
+    tables.reorder(ids(0), parents=ids(0, 0), children=ids(0, 1))
     append(tables, ids(0), ids(40))
-    assert blocks(tables, 0, 1)[1][1:] == [-1] * 10
+    assert blocks(tables, 0, 1)[1] == [0] + [-1] * 10
+    tables.free(ids(0, 1))
+    assert tables.pool.held == 0
 
 
 def test_free_gives_back_what_nobody_else_names() -> None:

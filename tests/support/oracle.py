@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from support.families import BOS, EOS, FAMILIES, LLAMA_LIKE, MAX_NEW_TOKENS, PAD, Family, Inputs, alone, randomise
+from support.families import FAMILIES, LLAMA_LIKE, MAX_NEW_TOKENS, Family, Inputs, alone, randomise
 from torch import Tensor
 
 Settings = Mapping[str, Any]
@@ -116,10 +116,12 @@ def read_output(model: hf.PreTrainedModel, inputs: Inputs, output: Any, num_beam
     # Whisper's own generate repeats the inputs before the search, so every returned row is a prompt of its own there,
     # and it has already picked the scores of the returned rows.
     speech = model.main_input_name == "input_features"
+    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    ends = eos if isinstance(eos, list) else [eos]
     hypotheses = []
     for row, generated in enumerate(output.sequences[:, start:].tolist()):
         if (indices := getattr(output, "beam_indices", None)) is None:
-            length, beams = _length(generated), None
+            length, beams = next((i + 1 for i, token in enumerate(generated) if token in ends), len(generated)), None
             steps = [scores.log_softmax(-1) for scores in output.scores]
         else:
             first = num_beams * (row if speech else row // per_prompt)
@@ -127,17 +129,12 @@ def read_output(model: hf.PreTrainedModel, inputs: Inputs, output: Any, num_beam
             length, beams = len(ancestry), tuple(beam - first for beam in ancestry)
             steps = output.scores
         tokens = tuple(generated[:length])
-        assert set(generated[length:]) <= {PAD}, f"row {row} is not padded after its end: {generated}"
+        assert set(generated[length:]) <= {pad}, f"row {row} is not padded after its end: {generated}"
         sources = [row] * length if beams is None or speech else ancestry
         logprobs = tuple(float(step[at, token]) for step, at, token in zip(steps, sources, tokens, strict=False))
         score = sum(logprobs) if beams is None else float(output.sequences_scores[row])
         hypotheses.append(Hypothesis(tokens, score, logprobs, beams))
     return Result(tuple(tuple(hypotheses[i * per_prompt : (i + 1) * per_prompt]) for i in range(count)))
-
-
-def _length(generated: list[int]) -> int:
-    """The number of tokens up to and with the first end."""
-    return next((i + 1 for i, token in enumerate(generated) if token in EOS), len(generated))
 
 
 def assert_same(
@@ -163,6 +160,7 @@ def assert_same(
             if a.tokens != b.tokens:
                 gap = None if rescorer is None else _gap(partial(rescorer, i), a, b, length_penalty)
                 assert gap is not None and gap <= TIE, f"tokens differ (rescored gap {gap}), {where}"
+                assert a.beams is None or _close(a.score, b.score, score_tol), f"scores differ, {where}"
                 forgiven += 1
                 continue
             assert a.beams == b.beams, f"beam_indices differ, {where}"
@@ -179,10 +177,12 @@ def _close(a: float, b: float, tolerance: float) -> bool:
 def _gap(score: Callable[[Sequence[int]], Sequence[float]], a: Hypothesis, b: Hypothesis, penalty: float) -> float:
     """How much better one choice is than the other, by plain forwards."""
     if a.beams is None:
-        fork = next(t for t, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-        worth = [score(row.tokens[: fork + 1])[fork] for row in (a, b)]
-        return abs(worth[0] - worth[1])
-    worth = [sum(score(row.tokens)) / len(row.tokens) ** penalty for row in (a, b)]
+        forks = [t for t, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y]
+        if not forks:
+            return float("inf")  # one stopped inside the other: that is no choice between two tokens
+        worth = [score(row.tokens[: forks[0] + 1])[-1] for row in (a, b)]
+    else:
+        worth = [sum(score(row.tokens)) / len(row.tokens) ** penalty if row.tokens else -1e9 for row in (a, b)]
     return abs(worth[0] - worth[1]) / max(1.0, abs(worth[1]))
 
 
@@ -194,7 +194,7 @@ def log_probs(model: hf.PreTrainedModel, prompt: Inputs, continuations: Tensor) 
     rows = len(continuations)
     inputs = {name: value.expand(rows, *value.shape[1:]) for name, value in prompt.items()}
     if model.config.is_encoder_decoder:
-        start = torch.full((rows, 1), BOS)
+        start = torch.full((rows, 1), model.generation_config.decoder_start_token_id)
         inputs["decoder_input_ids"] = torch.cat([start, continuations[:, :-1]], dim=1)
     else:
         inputs = {"input_ids": torch.cat([inputs["input_ids"], continuations[:, :-1]], dim=1)}
