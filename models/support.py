@@ -48,9 +48,7 @@ def check_model(model: Any) -> LayerPlan:
         raise UnsupportedModelError(name, "its forward takes no cache")
     plan = plan_layers(model)
     if plan.unsupported is not None:
-        raise UnsupportedModelError(
-            name, f"it has layers kept as {plan.unsupported}, whose state is not K/V per token"
-        )
+        raise UnsupportedModelError(name, f"it has layers kept as {plan.unsupported}, whose state is not K/V per token")
     return plan
 
 

@@ -7,6 +7,7 @@ so that nothing in it can stand in for an installed module.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +31,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_cache() -> Path:
+    """Where converted real models are kept: once for all runs, and not in the user's own cache."""
+    return Path(os.environ.get("BRANCHKV_CACHE") or Path(TESTS).parent / ".cache" / "models")

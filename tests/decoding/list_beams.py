@@ -16,7 +16,7 @@ import numpy as np
 EarlyStopping = bool | Literal["never"]
 
 
-class Tie(Exception):  # noqa: N818
+class Tie(Exception):
     """Two candidates have the same score, so that both orders are right."""
 
 

@@ -66,7 +66,9 @@ def test_on_step_sees_the_rows_that_go_on(search: Callable[..., Search]) -> None
         # In the first step every lane of a prompt counts as a row.
         width = len(before.histories) if before is not run.model.seen[0] else len(PROMPTS) * search().width
         parents = [int(parent) * len(before.histories) // width for parent in step.parents]
-        texts = [(*before.histories[parent], token) for parent, token in zip(parents, step.tokens.tolist(), strict=True)]
+        texts = [
+            (*before.histories[parent], token) for parent, token in zip(parents, step.tokens.tolist(), strict=True)
+        ]
         assert tuple(texts) == after.histories
 
 
@@ -205,7 +207,7 @@ def test_logits_without_a_choice_name_prompt_and_step(step: int, bad: float, sea
 
     cache = make_cache()
     with pytest.raises(NumericalError) as error:
-        decode(broken, PROMPTS, search(eos=(0,)), cache)
+        decode(broken, PROMPTS, search(eos=()), cache)
     assert (error.value.prompt, error.value.step) == (2, step)
     assert_whole(cache)
 

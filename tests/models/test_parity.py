@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import branchkv
 from support.families import FAMILIES
 from support.grid import Cell, full_product, pairwise
 from support.oracle import Result, assert_same, expected, rescorer, run
-
-import branchkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,23 +22,21 @@ from branchkv.models import real_models
 from branchkv.models.real_models import MissingModelError, annalog, default_cache_dir, smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
-# Converted once for all runs, and not in the user's own cache.
-CACHE = Path(os.environ.get("BRANCHKV_CACHE") or ROOT / ".cache" / "models")
 SMILES = ["CC(=O)Oc1ccccc1C(=O)O", "C[C@H](N)C(=O)[O-]", "Clc1ccc(Br)cc1"]
 
 
 @pytest.fixture(scope="module")
-def annalog_folder() -> Path:
+def annalog_folder(model_cache: Path) -> Path:
     try:
-        return annalog(CACHE)
+        return annalog(model_cache)
     except MissingModelError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def smollm2_folder() -> Path:
+def smollm2_folder(model_cache: Path) -> Path:
     try:
-        return smollm2(CACHE)
+        return smollm2(model_cache)
     except MissingModelError as error:
         pytest.skip(str(error))
 

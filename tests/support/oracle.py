@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from support.families import FAMILIES, LLAMA_LIKE, MAX_NEW_TOKENS, Family, Inputs, alone, randomise
 from torch import Tensor
+
+from support.families import FAMILIES, LLAMA_LIKE, MAX_NEW_TOKENS, Family, Inputs, alone, randomise
 
 Settings = Mapping[str, Any]
 Rescorer = Callable[[int, Sequence[int]], Sequence[float]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from support.families import FAMILIES
 from support.grid import BLOCK_SIZES, EARLY_STOPPING, LENGTH_PENALTIES, Cell, full_product, pairwise
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+
 from support.families import EOS, FAMILIES, MAX_NEW_TOKENS, PAD, PROMPT_LENGTHS, WINDOW, Family, alone
 from support.grid import EARLY_STOPPING, LENGTH_PENALTIES, EarlyStopping, settings
 from support.oracle import (

@@ -1,0 +1,217 @@
+"""Every option of generate is applied, has no effect, or is refused by name before anything runs: none is dropped."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+
+import branchkv
+from support.families import EOS, FAMILIES
+from support.oracle import oracle_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Row = tuple[list[int], list[int]]  # prompt, and generated tokens up to and with the end
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sample": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 3},
+    "beam sample": {"num_beams": 3, "num_return_sequences": 3, "do_sample": True},
+}
+ALL, DRAWN, SEARCHED = tuple(MODES), ("sample", "beam sample"), ("beams", "beam sample")
+FIELDS = set(vars(hf.GenerationConfig()))
+
+
+def tiny_tokenizer() -> hf.PreTrainedTokenizerFast:
+    """One token per character, 40 in all; ids 0 to 5 are special."""
+    words = ["<unk>", "<pad>", "<s>", "</s>", "<e4>", "<e5>", *string.ascii_lowercase, *" .,!?-:;"]
+    tokenizer = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An option that changes HF's own result in `modes`; rows must obey it. `base` is given with and without it."""
+
+    value: Any
+    modes: tuple[str, ...] = ALL
+    obeyed: Callable[[list[int], list[int]], bool] = lambda prompt, tokens: True
+    family: str = "llama"
+    base: dict[str, Any] = field(default_factory=dict)
+    fault: str | None = None  # a known fault of ours
+
+
+def without(*banned: int) -> Callable[[list[int], list[int]], bool]:
+    return lambda prompt, tokens: not set(banned) & set(tokens)
+
+
+def no_repeated_bigram(prompt: list[int], tokens: list[int]) -> bool:
+    pairs = list(itertools.pairwise(prompt + tokens))
+    return len(set(pairs)) == len(pairs)
+
+
+def after_ten_no_eight(prompt: list[int], tokens: list[int]) -> bool:
+    return (10, 8) not in itertools.pairwise(tokens) and 30 not in tokens
+
+
+NO_TOKENIZER = "HF drops tokenizer= before it reaches a custom_generate callable, so the criterion cannot be built"
+ENDED_ROWS = "rows that have ended show -1 as a token to processors that are not row by row"
+APPLIED: dict[str, Applied] = {
+    "max_length": Applied(14, ALL, lambda prompt, tokens: len(tokens) <= 5, base={"max_new_tokens": None}),
+    "max_new_tokens": Applied(4, ALL, lambda prompt, tokens: len(tokens) <= 4),
+    "min_length": Applied(16, ALL, lambda prompt, tokens: len(prompt + tokens) > 16),
+    "min_new_tokens": Applied(7, ALL, lambda prompt, tokens: len(tokens) > 7),
+    "early_stopping": Applied(True, ("beams",), base={"num_beams": 5, "num_return_sequences": 5}),
+    "max_time": Applied(1e-9, ALL, lambda prompt, tokens: len(tokens) == 1),
+    "stop_strings": Applied("ya", ALL, base={"tokenizer": tiny_tokenizer()}, fault=NO_TOKENIZER),
+    "do_sample": Applied(True, ("greedy", "beams")),
+    "num_beams": Applied(4, SEARCHED),
+    "num_return_sequences": Applied(2, ("sample", "beams", "beam sample")),
+    "temperature": Applied(0.4, DRAWN),
+    "top_k": Applied(3, DRAWN),
+    "top_p": Applied(0.4, DRAWN),
+    "min_p": Applied(0.3, DRAWN),
+    "top_h": Applied(0.4, DRAWN),
+    "typical_p": Applied(0.3, DRAWN),
+    "epsilon_cutoff": Applied(0.1, DRAWN),
+    "eta_cutoff": Applied(0.1, DRAWN),
+    "repetition_penalty": Applied(3.0),
+    "encoder_repetition_penalty": Applied(2.0, family="bart"),
+    "length_penalty": Applied(-1.0, SEARCHED),
+    "no_repeat_ngram_size": Applied(2, ("beams",), no_repeated_bigram, family="bart"),
+    "bad_words_ids": Applied([[30], [10, 8]], ALL, after_ten_no_eight),
+    "renormalize_logits": Applied(True, SEARCHED, base={"repetition_penalty": 1.5}),
+    "forced_bos_token_id": Applied(20, ALL, lambda prompt, tokens: tokens[0] == 20, family="bart"),
+    "forced_eos_token_id": Applied(4, ALL, lambda prompt, tokens: tokens[-1] in EOS, base={"min_new_tokens": 11}),
+    "exponential_decay_length_penalty": Applied((2, 3.0), ALL, lambda prompt, tokens: len(tokens) < 12),
+    "suppress_tokens": Applied([30, 6, 10], ALL, without(30, 6, 10)),
+    "begin_suppress_tokens": Applied([30, 5], ALL, lambda prompt, tokens: tokens[0] not in (30, 5)),
+    "sequence_bias": Applied([[[30], -50.0], [[8, 18], 4.0]], ALL, without(30)),
+    "guidance_scale": Applied(1.8, ("greedy",)),
+    "watermarking_config": Applied(hf.WatermarkingConfig(bias=3.0, context_width=2, seeding_scheme="selfhash")),
+    "eos_token_id": Applied([29, 31], ALL, lambda prompt, tokens: not {29, 31} & set(tokens[:-1])),
+    "encoder_no_repeat_ngram_size": Applied(
+        1, ALL, lambda prompt, tokens: not set(prompt) & set(tokens), "bart", {"bad_words_ids": [[38]]}
+    ),
+    "decoder_start_token_id": Applied(9, family="bart"),
+    "is_assistant": Applied(True, ("greedy",)),
+    "assistant_confidence_threshold": Applied(0.15, ("greedy",), base={"is_assistant": True}),
+}
+_COMPILED = hf.CompileConfig()
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "use_mtp": (True, ALL),
+    "cache_implementation": ("static", ALL),
+    "cache_config": ({"a": 1}, ALL),
+    "guidance_scale": (1.8, SEARCHED),  # HF's processor keeps a cache that does not follow the beams
+    "output_attentions": (True, ALL),
+    "output_hidden_states": (True, ALL),
+    "prompt_lookup_num_tokens": (2, ALL),
+    "assistant_early_exit": (1, ALL),
+    "compile_config": (_COMPILED, ALL),
+    "continuous_batching_config": ({"a": 1}, ALL),
+    "penalty_alpha": (0.6, ("greedy",)),
+    "dola_layers": ("low", ("greedy", "sample")),
+    "num_beam_groups": (3, SEARCHED),
+    "constraints": ([1], ALL),
+    "force_words_ids": ([[7]], ALL),
+    "prefill_chunk_size": (2, ALL),
+    "assistant_model": (oracle_model(FAMILIES["bart"]), ALL),
+    "synced_gpus": (True, ALL),
+    "custom_generate": (branchkv.decode, ALL),
+    "cache": (hf.DynamicCache(), ALL),
+    "past_key_values": (hf.DynamicCache(), ALL),
+}
+_ASSISTED, _IN_THIS_MODE = "read by assisted decoding only", "HF ignores it, too, in the modes where it is not refused"
+INERT: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "use_cache": (False, ALL, "a cache never changes a result"),
+    "cache_implementation": ("dynamic", ALL, "what HF would take, too"),
+    "max_cache_len": (99, ALL, "for HF's static cache"),
+    "num_assistant_tokens": (5, ALL, _ASSISTED),
+    "num_assistant_tokens_schedule": ("heuristic", ALL, _ASSISTED),
+    "max_matching_ngram_size": (3, ALL, _ASSISTED),
+    "assistant_lookbehind": (3, ALL, _ASSISTED),
+    "target_lookbehind": (3, ALL, _ASSISTED),
+    "assistant_ensemble_weight": (0.5, ALL, _ASSISTED),
+    "speculation_type": ("dflash", ALL, _ASSISTED),
+    "disable_compile": (True, ALL, "nothing is compiled"),
+    "low_memory": (True, ("greedy", "sample"), _IN_THIS_MODE),
+    "penalty_alpha": (0.6, ("sample", *SEARCHED), _IN_THIS_MODE),
+    "dola_layers": ("low", SEARCHED, _IN_THIS_MODE),
+    "num_beam_groups": (3, ("greedy", "sample"), _IN_THIS_MODE),
+    "diversity_penalty": (1.0, ALL, "for group beam search only"),
+    "_from_model_config": (True, ALL, "says where the config came from"),
+    "transformers_version": ("5.0.0", ALL, "says where the config came from"),
+    "negative_prompt_ids": (torch.tensor([[7, 8]]), ALL, "for guidance_scale only"),
+    "negative_prompt_attention_mask": (torch.tensor([[1, 1]]), ALL, "for guidance_scale only"),
+}
+ELSEWHERE = {
+    "remove_invalid_values": "test_remove_invalid_values",
+    "token_healing": "test_token_healing",
+    "bos_token_id": "test_bad_input.py",
+    "pad_token_id": "test_ragged_processors.py",
+    "return_dict_in_generate": "test_session.py",
+    "output_scores": "test_session.py",
+    "output_logits": "test_session.py",
+    "logits_processor": "test_processors_of_the_user",
+    "stopping_criteria": "test_criteria_of_the_user",
+    "prefix_allowed_tokens_fn": "test_prefix_function",
+    "streamer": "test_session.py",
+    "generation_config": "test_options_in_a_positional_config",
+    "inputs": "test_options_in_a_positional_config",
+    "kwargs": "everything",
+}
+
+
+def test_every_option_is_in_a_category() -> None:
+    arguments = set(inspect.signature(hf.GenerationMixin.generate).parameters) - {"self"}
+    missing = (FIELDS | arguments) - {*APPLIED, *REFUSED, *INERT, *ELSEWHERE}
+    assert not missing, "a new option: say here whether it is applied, refused or without effect"
+
+
+def cells(table: dict[str, Any], modes: Callable[[Any], tuple[str, ...]]) -> list[Any]:
+    faults = {name: getattr(entry, "fault", None) for name, entry in table.items()}
+    marks = {name: [pytest.mark.xfail(strict=True, reason=fault)] if fault else [] for name, fault in faults.items()}
+    return [
+        pytest.param(name, mode, marks=marks[name], id=f"{name}-{mode}")
+        for name, entry in table.items()
+        for mode in modes(entry)
+    ]
+
+
+def output(generate: Callable[..., Any], family: str, settings: dict[str, Any], prompts: int = 1) -> Any:
+    torch.manual_seed(11)
+    inputs = FAMILIES[family].prompts(prompts)
+    return generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
+
+
+def ours(family: str, settings: dict[str, Any], prompts: int = 1) -> Any:
+    return output(partial(branchkv.generate, FAMILIES[family].model), family, settings, prompts)
+
+
+def theirs(family: str, settings: dict[str, Any], prompts: int = 1) -> Any:
+    generate: Any = oracle_model(FAMILIES[family]).generate
+    return output(generate, family, settings, prompts)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Same rows, beams and scores; steps at which a row of `a` has left (-inf) are not compared."""
+    assert a.sequences.tolist() == b.sequences.tolist()
+    if "beam_indices" in b:
+        assert a.beam_indices.tolist() == b.beam_indices.tolist()
+        torch.testing.assert_close(a.sequences_scores, b.sequences_scores, atol=1e-4, rtol=1e-4)
+    assert len(a.scores) == len(b.scores)
+    for x, y in zip(a.scores, b.scores, strict=True):
+        live = ~x.isneginf().all(1)
+        torch.testing.assert_close(x[live], y[live], atol=1e-4, rtol=1e-4)
