@@ -83,7 +83,12 @@ class CacheManager:
         """
         if self._pending:
             raise RuntimeError("append before copies_done: the copies of the last step have not run")
-        self.budget.check(self.need(seqs, tokens), self.held)
+        self._check_open(seqs)
+        need, held = self.need(seqs, tokens), self.held
+        self.budget.check(need, held)
+        for kind, tables in self.tables.items():
+            if tables.pool.capacity is not None and need[kind] > tables.pool.capacity - held[kind]:
+                raise OutOfBlocksError(need[kind], tables.pool.capacity - held[kind], tables.pool.capacity)
         writes = {kind: tables.append(seqs, tokens) for kind, tables in self.tables.items()}
         self._pending.append(writes)
         self.stats.copied({kind: len(write.copies.source) for kind, write in writes.items()})
@@ -101,6 +106,9 @@ class CacheManager:
 
         Returns the children's handles. Moves no bytes and takes no blocks.
         """
+        self._check_open(seqs)
+        if np.any((parents < 0) | (parents >= len(seqs))):
+            raise RuntimeError(f"reorder: expected parents below {len(seqs)}, got {parents.tolist()[:8]}")
         used, first = np.unique(parents, return_index=True)
         children = np.empty(len(parents), dtype=np.int64)
         others = np.ones(len(parents), dtype=bool)
@@ -119,8 +127,7 @@ class CacheManager:
         Raises:
             RuntimeError: a handle is not open (freed twice, or never opened); nothing is changed then.
         """
-        if np.any(seqs >= len(self._live)) or not self._live[seqs].all() or len(np.unique(seqs)) != len(seqs):
-            raise RuntimeError(f"free: expected distinct open sequences, got {seqs.tolist()[:8]}")
+        self._check_open(seqs)
         for tables in self.tables.values():
             tables.free(seqs)
         self._live[seqs] = False
@@ -164,16 +171,12 @@ class CacheManager:
         self.stats.block_bytes[kind] = size
         if isinstance(self.budget, ByteBudget):
             self.budget.set_block_bytes(kind, size)
-            held = self.held
-            try:
-                self.budget.check(held, {})
-            except OutOfBlocksError as error:
-                raise OutOfBlocksError(error.needed, error.total, error.total) from None
+            self.budget.check(self.held, {})
 
     # -- checking -----------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Compare every count with the tables that name the block.
+        """Compare every count with the tables and pending copies that name the block, and what is held with the budget.
 
         Raises:
             RuntimeError: states the accounting equation that does not hold, with its numbers.
@@ -181,18 +184,30 @@ class CacheManager:
         live = self.live
         for kind, tables in self.tables.items():
             named = tables.references(live)
+            pending = np.zeros_like(named)
             for writes in self._pending:
                 ends = np.concatenate([writes[kind].copies.source, writes[kind].copies.target])
-                named = named + np.bincount(ends, minlength=len(named))
-            wrong = np.flatnonzero(named != tables.pool.counts)
+                pending += np.bincount(ends, minlength=len(named))
+            counts = tables.pool.counts
+            wrong = np.flatnonzero(named + pending != counts)
             if len(wrong):
                 block = int(wrong[0])
                 raise RuntimeError(
-                    f"kind {kind}: block {block} has count {tables.pool.counts[block]}, but {named[block]} tables name "
-                    f"it ({len(wrong)} blocks differ)"
+                    f"kind {kind}: block {block} has count {counts[block]} != {named[block]} tables + {pending[block]} "
+                    f"pending copies ({len(wrong)} blocks differ)"
                 )
+            held, capacity = tables.pool.held, tables.pool.capacity
+            free = int(np.count_nonzero(counts == 0)) + (capacity or len(counts)) - len(counts)
+            if free + held != (capacity or len(counts)):
+                raise RuntimeError(f"kind {kind}: {free} free + {held} held != {capacity or len(counts)} in total")
+        self.budget.check({}, self.held)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check_open(self, seqs: Ids) -> None:
+        known = (seqs >= 0) & (seqs < len(self._live))
+        if not known.all() or not self._live[seqs].all() or len(np.unique(seqs)) != len(seqs):
+            raise RuntimeError(f"expected distinct open sequences, got {seqs.tolist()[:8]}")
 
     def _take_handles(self, count: int) -> Ids:
         free = np.flatnonzero(~self._live)[:count]

@@ -58,9 +58,8 @@ class BlockTables:
         return int(np.maximum(last - first, 0).sum()) + len(self._to_copy(seqs, tokens))
 
     def unshared(self, seqs: Ids) -> Ids:
-        """[seqs] blocks that each sequence would hold alone; for a window kind those that the window touches."""
-        lengths = self._lengths[seqs]
-        return self._ceil(lengths) - self._window_start(lengths)
+        """[seqs] blocks that each sequence would hold alone: those that its table names."""
+        return np.count_nonzero(self._blocks[seqs] >= 0, axis=1)
 
     def slots_written(self, seqs: Ids) -> int:
         """Distinct physical slots that the tables of ``seqs`` have written."""
@@ -211,12 +210,14 @@ class BlockTables:
         if len(blocks) == 0:
             return
         self.pool.add(blocks, amounts)
-        if self._log is not None and seqs is not None:
+        if self._log is None:
+            return
+        counts = self.pool.counts[blocks]
+        if seqs is not None:
             grew = np.broadcast_to(np.asarray(amounts) > 0, blocks.shape)
-            counts = self.pool.counts[blocks]
             self._log.add(self._kind, "retain", blocks[grew], seqs[grew], counts[grew])
             self._log.add(self._kind, "release", blocks[~grew], seqs[~grew], counts[~grew])
-            self._log.add(self._kind, "free", np.unique(blocks[counts == 0]), _NONE, _NONE)
+        self._log.add(self._kind, "free", np.unique(blocks[counts == 0]), _NONE, _NONE)
 
     def _fit(self, rows: int, width: int) -> None:
         """Grow the arrays to at least ``rows`` x ``width``."""

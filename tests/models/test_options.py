@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import branchkv
 from support.families import EOS, FAMILIES
@@ -215,3 +217,93 @@ def assert_equal(a: Any, b: Any) -> None:
     for x, y in zip(a.scores, b.scores, strict=True):
         live = ~x.isneginf().all(1)
         torch.testing.assert_close(x[live], y[live], atol=1e-4, rtol=1e-4)
+
+
+def rows_of(family: str, result: Any) -> Iterator[Row]:
+    start = 1 if FAMILIES[family].kind == "encoder-decoder" else 9
+    prompt = FAMILIES[family].prompts(1)["input_ids"][0].tolist()
+    for row, tokens in enumerate(result.sequences[:, start:].tolist()):
+        ends = [i + 1 for i, token in enumerate(tokens) if token in EOS]
+        parents = result.beam_indices[row].tolist() if "beam_indices" in result else []
+        yield prompt, tokens[: sum(parent >= 0 for parent in parents) or min([*ends, len(tokens)])]
+
+
+@pytest.mark.parametrize(("name", "mode"), cells(APPLIED, lambda entry: entry.modes))
+def test_applied(name: str, mode: str) -> None:
+    option = APPLIED[name]
+    base = {"max_new_tokens": 12, **MODES[mode], **option.base}
+    settings = base | {name: option.value}
+    expected = theirs(option.family, settings)
+    with pytest.raises(AssertionError):
+        assert_equal(theirs(option.family, {k: v for k, v in base.items() if k != "tokenizer"}), expected)
+    result = ours(option.family, settings)
+    assert_equal(result, expected)
+    assert all(option.obeyed(*row) for row in rows_of(option.family, result))
+
+
+@contextmanager
+def counted_forwards() -> Iterator[list[str]]:
+    seen: list[str] = []
+    handle = register_module_forward_pre_hook(lambda module, inputs: seen.append(type(module).__name__))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("name", "mode"), cells(REFUSED, lambda entry: tuple(entry[1])))
+def test_refused_by_name_before_anything_runs(name: str, mode: str) -> None:
+    value, _ = REFUSED[name]
+    with counted_forwards() as forwards, pytest.raises(branchkv.UnsupportedOptionError) as error:
+        ours("bart", {"max_new_tokens": 4, **MODES[mode], name: value})
+    assert not forwards
+    assert error.value.option == name
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "mode"), cells(INERT, lambda entry: tuple(entry[1])))
+def test_without_effect(name: str, mode: str) -> None:
+    value, _, reason = INERT[name]
+    settings = {"max_new_tokens": 6, **MODES[mode]}
+    assert_equal(ours("llama", settings | {name: value}), ours("llama", settings))
+    assert reason
+
+
+def test_low_memory_is_refused_as_by_hf_with_beams() -> None:
+    with counted_forwards() as forwards, pytest.raises(ValueError, match="low_memory"):
+        ours("bart", {"num_beams": 3, "low_memory": True})
+    assert not forwards
+
+
+def test_options_in_a_positional_config() -> None:
+    model, prompt = FAMILIES["bart"].model, FAMILIES["bart"].prompts(1)["input_ids"]
+    refused = hf.GenerationConfig(num_beams=3, num_beam_groups=3)
+    with counted_forwards() as forwards, pytest.raises(branchkv.UnsupportedOptionError, match="num_beam_groups"):
+        branchkv.generate(model, prompt, refused)
+    assert not forwards
+    config = hf.GenerationConfig(num_beams=3, max_new_tokens=5, suppress_tokens=[38])
+    expected = oracle_model(FAMILIES["bart"]).generate(prompt, config)  # type: ignore[operator]
+    assert branchkv.generate(model, prompt, config).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.xfail(strict=True, reason="raw logits are checked for NaN before remove_invalid_values can act")
+def test_remove_invalid_values(mode: str) -> None:
+    model = FAMILIES["llama"].build()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[9] = float("nan")
+    settings = {"max_new_tokens": 4, "remove_invalid_values": True, **MODES[mode]}
+    generate: Any = model.generate
+    assert_equal(output(partial(branchkv.generate, model), "llama", settings), output(generate, "llama", settings))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.xfail(strict=True, raises=ValueError, reason=NO_TOKENIZER)
+def test_token_healing(mode: str) -> None:
+    settings = {"max_new_tokens": 6, "token_healing": True, "tokenizer": tiny_tokenizer(), **MODES[mode]}
+    try:
+        result = ours("llama", settings)
+    except branchkv.UnsupportedOptionError as error:
+        assert error.option == "token_healing"
+    else:
+        assert_equal(result, theirs("llama", settings))

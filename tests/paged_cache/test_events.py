@@ -136,9 +136,6 @@ def test_the_log_changes_nothing_else() -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="release_copies logs nothing, so a block whose last reference was a pending copy is never freed"
-)
 def test_blocks_freed_between_append_and_copies_done_are_logged() -> None:
     log = EventLog()
     cache = CacheManager(4, {"full": None}, BlockBudget(None), log)

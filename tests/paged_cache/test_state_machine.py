@@ -281,8 +281,8 @@ class CheckedCache:
         weights = {handle: 1 + handle % 3 for handle in self.live}
         for kind in self.kinds:
             held = self.model.held(kind)
-            lengths = {handle: len(self.model.texts[handle].tokens) for handle in self.live}
-            unshared = sum(weights[handle] * len(self.model.touched(kind, lengths[handle])) for handle in self.live)
+            alone = {handle: self.model.texts[handle].blocks[kind] for handle in self.live}
+            unshared = sum(weights[handle] * sum(block is not None for block in alone[handle]) for handle in self.live)
             sample[kind] = len(held), unshared, sum(len(block.tokens) for block in held)
         self.samples.append(sample)
         self.manager.observe(_ids(weights.values()))

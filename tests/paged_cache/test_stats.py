@@ -160,10 +160,6 @@ def test_a_child_that_replaces_its_parent_is_no_fork() -> None:
     assert cache.stats.result().forks == 3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="held has what the first of several new queries sees, unshared only what the newest one sees",
-)
 def test_several_tokens_at_once_save_nothing_rather_than_less() -> None:
     """One sequence shares nothing: without sharing it would hold the same blocks."""
     cache = CacheManager(1, {"window-5": 5}, BlockBudget(None))
