@@ -75,5 +75,6 @@ class History:
         prompt = self.prompt_tokens.padded.repeat_interleave(self.width, dim=0)
         lanes = torch.full((len(prompt), steps), fill, dtype=prompt.dtype, device=prompt.device)
         lanes[:, : self.frozen.shape[1]] = self.frozen[:, :steps]
+        lanes.masked_fill_(lanes < 0, fill)  # behind a lane's end
         lanes[self.layout] = self.generated
         return torch.cat([prompt, lanes], dim=1)

@@ -58,11 +58,10 @@ class SampleSearcher:
         prompts, lanes = layout // self.width, layout % self.width
         history = History(self._inputs.prompts, self.width, prompts, lanes, self._generated[layout], self._generated)
         scores = logits.float()
-        check_rows(scores.amax(1), prompts, steps, "logits")
         self._recorder.add_logits(scores, layout)
         for processor in self._processors:
             scores = processor(history, scores)
-        check_rows(scores.amax(1), prompts, steps, "processed scores")
+        check_rows(scores.amax(1), prompts, steps, "scores")
         self._recorder.add_scores(scores, layout)
         tokens = self._sampler(scores, layout)
         column = torch.full((len(self._generated), 1), -1, dtype=torch.int64, device=tokens.device)

@@ -59,7 +59,7 @@ def generate(
     _start_empty(model, kwargs)
     watchers = Watchers(on_step, on_stats, kwargs.get("streamer"))
     runner = _Runner(kv, seed, watchers, given_length=_given_length(model, kwargs))
-    with _not_expanded(model):
+    with _prepared_for_us(model, kwargs.get("tokenizer")):
         # type(model), since an instance attribute may be our own (branchkv.paged)
         output = type(model).generate(model, custom_generate=runner, **kwargs)
     if runner.stats is not None and hasattr(output, "keys") and not hasattr(output, "kv"):
@@ -75,15 +75,14 @@ def decode(
     generation_config: Any,
     kv: KVConfig | None = None,
     seed: int | None = None,
-    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """HF's own hook: ``model.generate(**inputs, num_beams=4, custom_generate=branchkv.decode)``.
 
     Takes ``kv=`` and ``seed=`` as ``generate`` does. HF has expanded the inputs by then; they are un-expanded, which
-    works for text and encoder-decoder models; for others call ``branchkv.generate``.
+    works for text and encoder-decoder models; for others, and for stop strings (HF loses the tokenizer on the way), call
+    ``branchkv.generate``.
     """
-    del tokenizer  # HF has built the stop string criterion from it
     kv = kv if kv is not None else KVConfig()
     check_model(model)
     check_kv(kv)
@@ -118,10 +117,7 @@ class Watchers:
 
 
 class _Runner:
-    """The ``custom_generate`` callable of one call; afterwards ``stats`` holds what the cache did.
-
-    HF recognises our own arguments by the names in this signature: ``tokenizer`` is declared so that stop strings work.
-    """
+    """The ``custom_generate`` callable of one call; afterwards ``stats`` holds what the cache did."""
 
     def __init__(self, kv: KVConfig, seed: int | None, watchers: Watchers, *, given_length: bool) -> None:
         self._kv, self._seed, self._watchers, self._given_length = kv, seed, watchers, given_length
@@ -134,10 +130,8 @@ class _Runner:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        del tokenizer
         check_options(generation_config, dict(model_kwargs, cache=None, past_key_values=None))
         for name in ("cache", "past_key_values"):
             model_kwargs.pop(name, None)  # HF's empty cache
@@ -162,22 +156,29 @@ class _Runner:
 
 
 @contextmanager
-def _not_expanded(model: Any) -> Iterator[None]:
-    """Within, HF's generate does not repeat the inputs for beams and samples."""
-    original = model._expand_inputs_for_generation
-    before = model.__dict__.get("_expand_inputs_for_generation")
+def _prepared_for_us(model: Any, tokenizer: Any) -> Iterator[None]:
+    """Within, HF's generate does not repeat the inputs for beams and samples, and does not lose the tokenizer.
 
-    def keep(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "expand_size": 1})
+    HF drops ``tokenizer=`` when it calls a ``custom_generate`` callable, though its own preparations need it.
+    """
 
-    model.__dict__["_expand_inputs_for_generation"] = keep
+    def replaced(name: str, **forced: Any) -> Callable[..., Any]:
+        original = getattr(model, name)
+        return lambda *args, **kwargs: original(*args, **{**kwargs, **forced})
+
+    own = {"_expand_inputs_for_generation": replaced("_expand_inputs_for_generation", expand_size=1)}
+    if tokenizer is not None:
+        heal = model.heal_tokens
+        own["_get_stopping_criteria"] = replaced("_get_stopping_criteria", tokenizer=tokenizer)
+        own["heal_tokens"] = lambda input_ids, _=None: heal(input_ids, tokenizer)
+    before = {name: model.__dict__[name] for name in own if name in model.__dict__}
+    model.__dict__.update(own)
     try:
         yield
     finally:
-        if before is None:
-            del model.__dict__["_expand_inputs_for_generation"]
-        else:
-            model.__dict__["_expand_inputs_for_generation"] = before
+        for name in own:
+            del model.__dict__[name]
+        model.__dict__.update(before)
 
 
 def _check_call(model: Any, kwargs: dict[str, Any]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ from tokenizers.models import BPE
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import branchkv
-from support.families import EOS, FAMILIES
+from support.families import EOS, FAMILIES, PAD
 from support.oracle import oracle_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Using the model-agnostic default"),
+]
 
 Row = tuple[list[int], list[int]]  # prompt, and generated tokens up to and with the end
 MODES: dict[str, dict[str, Any]] = {
@@ -55,6 +58,19 @@ class Applied:
     fault: str | None = None  # a known fault of ours
 
 
+class Refused(NamedTuple):
+    value: Any
+    modes: tuple[str, ...] = ALL
+    fault: str | None = None
+
+
+class Inert(NamedTuple):
+    value: Any
+    reason: str
+    modes: tuple[str, ...] = ("greedy", "beams")
+    fault: str | None = None
+
+
 def without(*banned: int) -> Callable[[list[int], list[int]], bool]:
     return lambda prompt, tokens: not set(banned) & set(tokens)
 
@@ -68,8 +84,11 @@ def after_ten_no_eight(prompt: list[int], tokens: list[int]) -> bool:
     return (10, 8) not in itertools.pairwise(tokens) and 30 not in tokens
 
 
+def ends_at_29_or_31(prompt: list[int], tokens: list[int]) -> bool:
+    return all(set(tokens[i + 1 :]) <= {PAD} for i, token in enumerate(tokens) if token in (29, 31))
+
+
 NO_TOKENIZER = "HF drops tokenizer= before it reaches a custom_generate callable, so the criterion cannot be built"
-ENDED_ROWS = "rows that have ended show -1 as a token to processors that are not row by row"
 APPLIED: dict[str, Applied] = {
     "max_length": Applied(14, ALL, lambda prompt, tokens: len(tokens) <= 5, base={"max_new_tokens": None}),
     "max_new_tokens": Applied(4, ALL, lambda prompt, tokens: len(tokens) <= 4),
@@ -103,7 +122,7 @@ APPLIED: dict[str, Applied] = {
     "sequence_bias": Applied([[[30], -50.0], [[8, 18], 4.0]], ALL, without(30)),
     "guidance_scale": Applied(1.8, ("greedy",)),
     "watermarking_config": Applied(hf.WatermarkingConfig(bias=3.0, context_width=2, seeding_scheme="selfhash")),
-    "eos_token_id": Applied([29, 31], ALL, lambda prompt, tokens: not {29, 31} & set(tokens[:-1])),
+    "eos_token_id": Applied([29, 31], ALL, ends_at_29_or_31),
     "encoder_no_repeat_ngram_size": Applied(
         1, ALL, lambda prompt, tokens: not set(prompt) & set(tokens), "bart", {"bad_words_ids": [[38]]}
     ),
@@ -111,52 +130,52 @@ APPLIED: dict[str, Applied] = {
     "is_assistant": Applied(True, ("greedy",)),
     "assistant_confidence_threshold": Applied(0.15, ("greedy",), base={"is_assistant": True}),
 }
-_COMPILED = hf.CompileConfig()
-REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "use_mtp": (True, ALL),
-    "cache_implementation": ("static", ALL),
-    "cache_config": ({"a": 1}, ALL),
-    "guidance_scale": (1.8, SEARCHED),  # HF's processor keeps a cache that does not follow the beams
-    "output_attentions": (True, ALL),
-    "output_hidden_states": (True, ALL),
-    "prompt_lookup_num_tokens": (2, ALL),
-    "assistant_early_exit": (1, ALL),
-    "compile_config": (_COMPILED, ALL),
-    "continuous_batching_config": ({"a": 1}, ALL),
-    "penalty_alpha": (0.6, ("greedy",)),
-    "dola_layers": ("low", ("greedy", "sample")),
-    "num_beam_groups": (3, SEARCHED),
-    "constraints": ([1], ALL),
-    "force_words_ids": ([[7]], ALL),
-    "prefill_chunk_size": (2, ALL),
-    "assistant_model": (oracle_model(FAMILIES["bart"]), ALL),
-    "synced_gpus": (True, ALL),
-    "custom_generate": (branchkv.decode, ALL),
-    "cache": (hf.DynamicCache(), ALL),
-    "past_key_values": (hf.DynamicCache(), ALL),
+FORCED_WORDS = "the error names `constraints`, the generation mode's other option, not the one that was given"
+REFUSED: dict[str, Refused] = {
+    "use_mtp": Refused(True),
+    "cache_implementation": Refused("static"),
+    "cache_config": Refused({"a": 1}),
+    "guidance_scale": Refused(1.8, SEARCHED),  # HF's processor keeps a cache that does not follow the beams
+    "output_attentions": Refused(True),
+    "output_hidden_states": Refused(True),
+    "prompt_lookup_num_tokens": Refused(2),
+    "assistant_early_exit": Refused(1),
+    "compile_config": Refused(hf.CompileConfig()),
+    "continuous_batching_config": Refused({"a": 1}),
+    "penalty_alpha": Refused(0.6, ("greedy",)),
+    "dola_layers": Refused("low", ("greedy", "sample")),
+    "num_beam_groups": Refused(3, SEARCHED),
+    "constraints": Refused([1]),
+    "force_words_ids": Refused([[7]], ALL, FORCED_WORDS),
+    "prefill_chunk_size": Refused(2),
+    "assistant_model": Refused(oracle_model(FAMILIES["bart"])),
+    "synced_gpus": Refused(True),
+    "custom_generate": Refused(branchkv.decode),
+    "cache": Refused(hf.DynamicCache()),
+    "past_key_values": Refused(hf.DynamicCache()),
 }
-_ASSISTED, _IN_THIS_MODE = "read by assisted decoding only", "HF ignores it, too, in the modes where it is not refused"
-INERT: dict[str, tuple[Any, tuple[str, ...], str]] = {
-    "use_cache": (False, ALL, "a cache never changes a result"),
-    "cache_implementation": ("dynamic", ALL, "what HF would take, too"),
-    "max_cache_len": (99, ALL, "for HF's static cache"),
-    "num_assistant_tokens": (5, ALL, _ASSISTED),
-    "num_assistant_tokens_schedule": ("heuristic", ALL, _ASSISTED),
-    "max_matching_ngram_size": (3, ALL, _ASSISTED),
-    "assistant_lookbehind": (3, ALL, _ASSISTED),
-    "target_lookbehind": (3, ALL, _ASSISTED),
-    "assistant_ensemble_weight": (0.5, ALL, _ASSISTED),
-    "speculation_type": ("dflash", ALL, _ASSISTED),
-    "disable_compile": (True, ALL, "nothing is compiled"),
-    "low_memory": (True, ("greedy", "sample"), _IN_THIS_MODE),
-    "penalty_alpha": (0.6, ("sample", *SEARCHED), _IN_THIS_MODE),
-    "dola_layers": ("low", SEARCHED, _IN_THIS_MODE),
-    "num_beam_groups": (3, ("greedy", "sample"), _IN_THIS_MODE),
-    "diversity_penalty": (1.0, ALL, "for group beam search only"),
-    "_from_model_config": (True, ALL, "says where the config came from"),
-    "transformers_version": ("5.0.0", ALL, "says where the config came from"),
-    "negative_prompt_ids": (torch.tensor([[7, 8]]), ALL, "for guidance_scale only"),
-    "negative_prompt_attention_mask": (torch.tensor([[1, 1]]), ALL, "for guidance_scale only"),
+ASSISTED, AS_IN_HF = "read by assisted decoding only", "in the modes where it is not refused HF ignores it, too"
+INERT: dict[str, Inert] = {
+    "use_cache": Inert(False, "a cache never changes a result"),
+    "cache_implementation": Inert("dynamic", "what HF takes by default"),
+    "max_cache_len": Inert(99, "for HF's static cache"),
+    "num_assistant_tokens": Inert(5, ASSISTED),
+    "num_assistant_tokens_schedule": Inert("heuristic", ASSISTED),
+    "max_matching_ngram_size": Inert(3, ASSISTED),
+    "assistant_lookbehind": Inert(3, ASSISTED),
+    "target_lookbehind": Inert(3, ASSISTED),
+    "assistant_ensemble_weight": Inert(0.5, ASSISTED),
+    "speculation_type": Inert("dflash", ASSISTED),
+    "disable_compile": Inert(True, "nothing is compiled"),
+    "low_memory": Inert(True, AS_IN_HF, ("greedy", "sample")),
+    "penalty_alpha": Inert(0.6, AS_IN_HF, ("sample", "beams")),
+    "dola_layers": Inert("low", AS_IN_HF, ("beams",)),
+    "num_beam_groups": Inert(3, AS_IN_HF, ("greedy", "sample")),
+    "diversity_penalty": Inert(1.0, "for group beam search only"),
+    "_from_model_config": Inert(True, "says where the config came from"),
+    "transformers_version": Inert("5.0.0", "says where the config came from"),
+    "negative_prompt_ids": Inert(torch.tensor([[7, 8]]), "for guidance_scale only"),
+    "negative_prompt_attention_mask": Inert(torch.tensor([[1, 1]]), "for guidance_scale only"),
 }
 ELSEWHERE = {
     "remove_invalid_values": "test_remove_invalid_values",
@@ -166,9 +185,9 @@ ELSEWHERE = {
     "return_dict_in_generate": "test_session.py",
     "output_scores": "test_session.py",
     "output_logits": "test_session.py",
-    "logits_processor": "test_processors_of_the_user",
-    "stopping_criteria": "test_criteria_of_the_user",
-    "prefix_allowed_tokens_fn": "test_prefix_function",
+    "logits_processor": "test_ragged_processors.py",
+    "stopping_criteria": "test_ragged_processors.py",
+    "prefix_allowed_tokens_fn": "test_ragged_processors.py",
     "streamer": "test_session.py",
     "generation_config": "test_options_in_a_positional_config",
     "inputs": "test_options_in_a_positional_config",
@@ -182,13 +201,12 @@ def test_every_option_is_in_a_category() -> None:
     assert not missing, "a new option: say here whether it is applied, refused or without effect"
 
 
-def cells(table: dict[str, Any], modes: Callable[[Any], tuple[str, ...]]) -> list[Any]:
-    faults = {name: getattr(entry, "fault", None) for name, entry in table.items()}
-    marks = {name: [pytest.mark.xfail(strict=True, reason=fault)] if fault else [] for name, fault in faults.items()}
+def cells(table: Mapping[str, Applied | Refused | Inert]) -> list[Any]:
+    marks = {name: [pytest.mark.xfail(strict=True, reason=o.fault)] if o.fault else [] for name, o in table.items()}
     return [
         pytest.param(name, mode, marks=marks[name], id=f"{name}-{mode}")
-        for name, entry in table.items()
-        for mode in modes(entry)
+        for name, option in table.items()
+        for mode in option.modes
     ]
 
 
@@ -228,7 +246,7 @@ def rows_of(family: str, result: Any) -> Iterator[Row]:
         yield prompt, tokens[: sum(parent >= 0 for parent in parents) or min([*ends, len(tokens)])]
 
 
-@pytest.mark.parametrize(("name", "mode"), cells(APPLIED, lambda entry: entry.modes))
+@pytest.mark.parametrize(("name", "mode"), cells(APPLIED))
 def test_applied(name: str, mode: str) -> None:
     option = APPLIED[name]
     base = {"max_new_tokens": 12, **MODES[mode], **option.base}
@@ -251,22 +269,19 @@ def counted_forwards() -> Iterator[list[str]]:
         handle.remove()
 
 
-@pytest.mark.parametrize(("name", "mode"), cells(REFUSED, lambda entry: tuple(entry[1])))
+@pytest.mark.parametrize(("name", "mode"), cells(REFUSED))
 def test_refused_by_name_before_anything_runs(name: str, mode: str) -> None:
-    value, _ = REFUSED[name]
     with counted_forwards() as forwards, pytest.raises(branchkv.UnsupportedOptionError) as error:
-        ours("bart", {"max_new_tokens": 4, **MODES[mode], name: value})
+        ours("bart", {"max_new_tokens": 4, **MODES[mode], name: REFUSED[name].value})
     assert not forwards
     assert error.value.option == name
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "mode"), cells(INERT, lambda entry: tuple(entry[1])))
+@pytest.mark.parametrize(("name", "mode"), cells(INERT))
 def test_without_effect(name: str, mode: str) -> None:
-    value, _, reason = INERT[name]
     settings = {"max_new_tokens": 6, **MODES[mode]}
-    assert_equal(ours("llama", settings | {name: value}), ours("llama", settings))
-    assert reason
+    assert_equal(ours("llama", settings | {name: INERT[name].value}), ours("llama", settings))
 
 
 def test_low_memory_is_refused_as_by_hf_with_beams() -> None:

@@ -1,0 +1,238 @@
+"""Processors and criteria in a batch of prompts of several lengths: each row gets what HF gives for its prompt alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import branchkv
+from support.families import FAMILIES, PAD, Family, alone
+from support.oracle import Result, assert_same, hf_alone, oracle_model, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = 4  # of 9, 3, 1 and 14 tokens
+SEARCHES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 3}}
+DRAWS: dict[str, dict[str, Any]] = {
+    "sample": {"do_sample": True, "num_return_sequences": 3},
+    "beam sample": {"num_beams": 3, "do_sample": True, "num_return_sequences": 3},
+}
+
+
+def ours(family: Family, settings: dict[str, Any], n: int = PROMPTS) -> Any:
+    settings = {"max_new_tokens": 12} | settings
+    return run(partial(branchkv.generate, family.model), family.model, family.prompts(n), settings)
+
+
+def alone_by_hf(family: Family, settings: dict[str, Any]) -> Result:
+    return hf_alone(oracle_model(family), family.prompts(PROMPTS), {"max_new_tokens": 12} | settings)
+
+
+@cache
+def without_options(family: str, search: str) -> Result:
+    return alone_by_hf(FAMILIES[family], SEARCHES[search])
+
+
+def allowed(prompt: int, ids: Tensor) -> list[int]:
+    """Depends on the length, the first and the last token of what it is shown."""
+    first, last = ids[0].item(), ids[-1].item()
+    return [4, *((int(first + last) * k + len(ids)) % 34 + 6 for k in (1, 3, 5, 7))]
+
+
+HISTORY: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "no_repeat_ngram_size_1": {"no_repeat_ngram_size": 1},
+    "no_repeat_ngram_size_2": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[30], [10, 8], [PAD, 10], [PAD, PAD, 25]]},
+    "sequence_bias": {"sequence_bias": [[[8, 18], 4.0], [[PAD, 10], 9.0], [[PAD, PAD, 25], 9.0]]},
+    "min_length": {"min_length": 16},
+    "min_new_tokens": {"min_new_tokens": 6},
+    "min_new_tokens_of_all_ends": {"min_new_tokens": 4, "eos_token_id": [3, 4, 5, 30, 6, 10]},
+    "forced_bos_token_id": {"forced_bos_token_id": 20},
+    "forced_eos_token_id": {"forced_eos_token_id": 4, "max_new_tokens": 5},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [30, 10, 5, 25]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 2.0)},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 2.0},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "watermark": {"watermarking_config": hf.WatermarkingConfig(bias=3.0)},
+    "watermark_of_a_context": {
+        "watermarking_config": hf.WatermarkingConfig(bias=3.0, context_width=4, seeding_scheme="selfhash")
+    },
+    "synthid": {"watermarking_config": hf.SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
+    "prefix_function": {"prefix_allowed_tokens_fn": allowed},
+}
+PENALTY = "the processor's prompt_ignore_length has a row per prompt, but it is called with a row per beam"
+MIN_NEW = "HF also sets min_length = padded length + min_new_tokens; MinLengthLogitsProcessor is not shifted back"
+ENCODER_PADS = "encoder_input_ids of the processor hold the padding of the batch"
+WATERMARK = "WatermarkLogitsProcessor looks at one row at a time, but is shown the padding"
+FAULTS = {
+    ("llama", "repetition_penalty", "beams"): PENALTY,
+    **{
+        ("llama", name, search): MIN_NEW
+        for name in ("min_new_tokens", "min_new_tokens_of_all_ends")
+        for search in SEARCHES
+    },
+    **{
+        (family, "encoder_repetition_penalty", search): ENCODER_PADS
+        for family in ("llama", "bart")
+        for search in SEARCHES
+    },
+    **{("llama", "encoder_no_repeat_ngram_size", search): ENCODER_PADS for search in SEARCHES},
+    ("bart", "encoder_no_repeat_ngram_size", "greedy"): ENCODER_PADS,
+    **{("llama", "watermark_of_a_context", search): WATERMARK for search in SEARCHES},
+}
+
+
+def cells() -> Iterator[Any]:
+    for cell in itertools.product(("llama", "bart"), HISTORY, SEARCHES):
+        marks = [pytest.mark.xfail(strict=True, reason=FAULTS[cell])] if cell in FAULTS else []
+        yield pytest.param(*cell, marks=marks, id="-".join(cell))
+
+
+@pytest.mark.parametrize(("family", "name", "search"), cells())
+def test_history_is_that_of_the_prompt_alone(family: str, name: str, search: str) -> None:
+    settings = HISTORY[name] | SEARCHES[search]
+    theirs = alone_by_hf(FAMILIES[family], settings)
+    assert theirs != without_options(family, search), "the option changes nothing here: the test is vacuous"
+    assert assert_same(ours(FAMILIES[family], settings), theirs) == 0
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_the_pad_that_the_model_likes_most_is_not_punished(family: str, search: str) -> None:
+    """Pads in front of a prompt are no history: what they ban or penalise would show at once."""
+    for liked in (10, 30, 38):
+        settings = {"no_repeat_ngram_size": 1, "pad_token_id": liked, "max_new_tokens": 5, **SEARCHES[search]}
+        batch = FAMILIES[family].prompts(PROMPTS)
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, liked)
+        start = batch["input_ids"].shape[1] if family == "llama" else 1
+        rows = branchkv.generate(FAMILIES[family].model, **batch, **settings)[:, start:].tolist()
+        model: Any = oracle_model(FAMILIES[family])
+        for prompt in range(PROMPTS):
+            one = alone(batch, prompt)
+            begin = one["input_ids"].shape[1] if family == "llama" else 1
+            for row in model.generate(**one, **settings)[:, begin:].tolist():
+                assert rows.pop(0) == row + [liked] * (len(rows[0]) - len(row) if rows else 0)
+
+
+def test_pad_id_0_fills_beams_with_0() -> None:
+    family = FAMILIES["llama"]
+    settings = {**SEARCHES["beams"], "max_new_tokens": 12}
+    with_one = branchkv.generate(family.model, **family.prompts(PROMPTS), **settings, return_dict_in_generate=True)
+    with_zero = branchkv.generate(
+        family.model, **family.prompts(PROMPTS), **settings, return_dict_in_generate=True, pad_token_id=0
+    )
+    ended = with_one.beam_indices < 0
+    assert ended.any()
+    assert (
+        with_zero.sequences[:, -ended.shape[1] :].tolist()
+        == with_one.sequences[:, -ended.shape[1] :].masked_fill(ended, 0).tolist()
+    )
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_max_length_counts_each_prompt_alone(search: str) -> None:
+    family = FAMILIES["llama"]
+    settings = {**SEARCHES[search], "max_length": 16, "forced_eos_token_id": 4}
+    start = family.prompts(PROMPTS)["input_ids"].shape[1]
+    rows = branchkv.generate(family.model, **family.prompts(PROMPTS), **settings)[:, start:].tolist()
+    model: Any = oracle_model(family)
+    for prompt in range(PROMPTS):
+        one = alone(family.prompts(PROMPTS), prompt)
+        for row in model.generate(**one, **settings)[:, one["input_ids"].shape[1] :].tolist():
+            found = rows.pop(0)
+            assert found == row + [PAD] * (len(found) - len(row))
+
+
+class Stateless(hf.LogitsProcessor):
+    """Looks at the newest token only."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert (input_ids >= 0).all()
+        return scores - 3.0 * torch.nn.functional.one_hot(input_ids[:, -1] % 7 + 6, scores.shape[1])
+
+
+class RowCounting(hf.LogitsProcessor):
+    """Treats each row of the batch differently, so it needs HF's rows, all of them in every step."""
+
+    def __init__(self) -> None:
+        self.rows: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.rows = self.rows or len(scores)
+        assert len(input_ids) == len(scores) == self.rows
+        return scores + torch.arange(self.rows)[:, None] * torch.linspace(0, 0.5, scores.shape[1])
+
+
+class Stateful(hf.LogitsProcessor):
+    """Favours another token at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores + 2.0 * torch.nn.functional.one_hot(torch.tensor(6 + self.calls), scores.shape[1])
+
+
+class StopAtToken(hf.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        assert (input_ids >= 0).all()
+        return input_ids[:, -1] % 5 == 1
+
+
+class StopAll(hf.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+        return input_ids.shape[1] >= 20
+
+
+class StopByRow(hf.StoppingCriteria):
+    """Counts the rows it is shown."""
+
+    def __init__(self) -> None:
+        self.rows: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.rows = self.rows or len(input_ids)
+        assert len(input_ids) == self.rows
+        return (torch.arange(self.rows) + input_ids.shape[1]) % 9 == 0
+
+
+class StopByScores(hf.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), len(scores) >= 5)
+
+
+def user_cells() -> Iterator[Any]:
+    own = {"logits_processor": (Stateless, RowCounting, Stateful)}
+    own["stopping_criteria"] = (StopAtToken, StopAll, StopByRow, StopByScores)  # type: ignore[assignment]
+    for argument, kinds in own.items():
+        for kind, mode, prompts in itertools.product(kinds, SEARCHES | DRAWS, (1, 5)):
+            yield pytest.param(argument, kind, mode, prompts, id=f"{kind.__name__}-{mode}-{prompts}")
+
+
+@pytest.mark.parametrize(("argument", "kind", "mode", "prompts"), user_cells())
+def test_the_users_own_see_the_rows_that_hf_shows(
+    argument: str, kind: Callable[[], Any], mode: str, prompts: int
+) -> None:
+    family = FAMILIES["llama"]
+    modes = SEARCHES | DRAWS
+    model: Any = oracle_model(family)
+    results = []
+    for generate in (partial(branchkv.generate, family.model), model.generate):
+        torch.manual_seed(5)
+        own = {"logits_processor": hf.LogitsProcessorList, "stopping_criteria": hf.StoppingCriteriaList}
+        settings = {"max_new_tokens": 12, **modes[mode], argument: own[argument]([kind()])}  # type: ignore[abstract]
+        results.append(
+            generate(**family.prompts(prompts), **settings, output_scores=True, return_dict_in_generate=True)
+        )
+    assert results[0].sequences.tolist() == results[1].sequences.tolist()
+    if "beam_indices" in results[1]:
+        torch.testing.assert_close(results[0].sequences_scores, results[1].sequences_scores, atol=1e-4, rtol=1e-4)
