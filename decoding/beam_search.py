@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from branchkv.decoding.beam_step import BeamRule, BeamState, BeamStep, Candidates, beam_step, top_candidates
+from branchkv.decoding.checks import check_numbers
 from branchkv.decoding.history import History
 from branchkv.decoding.protocol import Criterion, Processor
 from branchkv.decoding.record import Recorder
@@ -76,6 +77,7 @@ class BeamSearcher:
         log_probs = logits.log_softmax(dim=-1)
         for processor in self._processors:
             log_probs = processor(history, log_probs)
+        check_numbers(log_probs.amax(1), history.prompts, live.state.steps)
         self._recorder.add_scores(log_probs, history.layout)
         candidates = top_candidates(
             self._spread(log_probs),
@@ -127,10 +129,8 @@ class BeamSearcher:
     def _check(self, candidates: Candidates, result: BeamStep) -> None:
         best = candidates.scores.amax(1)
         step = self._live.state.steps
-        for row in torch.nonzero(torch.isnan(best) | torch.isneginf(best)).flatten().tolist():
+        for row in torch.nonzero(torch.isneginf(best)).flatten().tolist():
             prompt = int(self._live.prompts[row])
-            if torch.isnan(best[row]):
-                raise NumericalError(prompt, step, "processed log-probs contain nan")
             if torch.isneginf(result.state.done_scores[row, 0]):
                 raise NumericalError(prompt, step, "every continuation of every beam is banned (-inf)")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from branchkv.decoding.checks import check_rows
+from branchkv.decoding.checks import check_choice
 from branchkv.decoding.draws import Sampler
 from branchkv.decoding.history import History
 from branchkv.decoding.protocol import Criterion, Processor
@@ -61,7 +61,7 @@ class SampleSearcher:
         self._recorder.add_logits(scores, layout)
         for processor in self._processors:
             scores = processor(history, scores)
-        check_rows(scores.amax(1), prompts, steps, "scores")
+        check_choice(scores.amax(1), prompts, steps)
         self._recorder.add_scores(scores, layout)
         tokens = self._sampler(scores, layout)
         column = torch.full((len(self._generated), 1), -1, dtype=torch.int64, device=tokens.device)

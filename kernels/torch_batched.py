@@ -27,7 +27,8 @@ def torch_attention(
     grouped = query.view(rows, kv_heads, heads // kv_heads, key_dim)
     bias = None
     if options.bias is not None:
-        bias = options.bias.expand(-1, heads, 1, -1).reshape(options.bias.shape[0], kv_heads, heads // kv_heads, -1)
+        bias = options.bias[(None,) * (4 - options.bias.ndim)].expand(-1, heads, 1, -1)
+        bias = bias.reshape(bias.shape[0], kv_heads, heads // kv_heads, -1)
     out, lse = _own_part(grouped, key_pool, value_pool, plan.own, options, bias)
     for run in plan.runs:
         part = _run_part(grouped[run.rows], key_pool, value_pool, run, options, bias)

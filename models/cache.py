@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,15 @@ class PagedCache(Cache):
         self.forward_pass: ForwardPass | None = None
         self._windows = list(windows)
         super().__init__(layers=[_PagedLayer(self, index, window) for index, window in enumerate(windows)])
+
+    @contextmanager
+    def during(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """Within, the cache belongs to ``forward_pass``."""
+        self.forward_pass = forward_pass
+        try:
+            yield
+        finally:
+            self.forward_pass = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

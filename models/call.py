@@ -92,6 +92,8 @@ class DecodingCall:
         ids_lengths = lengths if input_ids.shape[1] else (0,) * len(lengths)
         self._prompts = Prompts(input_ids, ids_lengths)
         self._lengths = lengths
+        mask = kwargs.get("attention_mask")
+        self._source_mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         ends = split_criteria(settings.criteria, lambda: self._recorder.scores, len(lengths), self._fill)
         limits = self._limits(ends, input_ids.shape[1], ids_lengths)
         check_positions(position_limit(model), lengths, limits, max(config.min_new_tokens or 1, 1))
@@ -133,7 +135,7 @@ class DecodingCall:
     def _make_search(self, ends: Ends, limits: tuple[int, ...]) -> BeamSearcher | SampleSearcher:
         config, prompts = self._settings.config, len(self._lengths)
         inputs = SearchInputs(self._prompts, limits, ends.eos)
-        processors = adapt_processors(self._settings.processors, limits, self._fill)
+        processors = adapt_processors(self._settings.processors, limits, self._source_mask, self._fill)
         if self._beams == 1:
             sampler = self._sampler(prompts) if config.do_sample else Argmax()
             return SampleSearcher(inputs, self._width, sampler, processors, ends.criteria, self._recorder)

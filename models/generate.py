@@ -209,20 +209,21 @@ def _start_empty(model: Any, kwargs: dict[str, Any]) -> None:
     """Give prompts without any token a BOS, in ``kwargs``; HF fails on them with an opaque error.
 
     Raises:
-        ValueError: no prompt at all, or the model has no BOS.
+        ValueError: no prompt at all; an empty prompt, and it is an encoder's or the model has no BOS.
     """
-    if model.config.is_encoder_decoder or kwargs.get("inputs_embeds") is not None:
-        return
     name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
     ids = kwargs.get(name)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    if kwargs.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return
     if ids.shape[0] == 0:
         raise ValueError("input_ids: expected at least one prompt, got a batch of 0")
     if ids.shape[1] > 0:
         return
-    config = kwargs.get("generation_config") or model.generation_config
-    bos = _first(kwargs.get("bos_token_id", config.bos_token_id))
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    candidates = (kwargs.get("bos_token_id"), *(getattr(config, "bos_token_id", None) for config in configs))
+    bos = next((_first(token) for token in candidates if token is not None), None)
+    if model.config.is_encoder_decoder:
+        raise ValueError("input_ids: prompt 0 is empty; an encoder needs at least one token")
     if bos is None:
         raise ValueError("input_ids: prompt 0 is empty and the model has no bos_token_id to start it with")
     kwargs[name] = ids.new_full((len(ids), 1), bos)

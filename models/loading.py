@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu", trust_remote_co
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype: expected 'auto' or a torch dtype such as 'float32', got {dtype!r}")
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"model: there is no folder {name!r}")
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -62,18 +62,12 @@ class PackedForward:
     def _forward(
         self, cache: Any, packed: PackedPass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        cache.forward_pass = packed
-        inputs: dict[str, Any] = {self._cache_name: cache}
+        inputs: dict[str, Any] = {self._cache_name: cache, "input_ids": tokens[None]}
+        inputs["position_ids"] = positions[None].to(tokens.device)
         if keep is not None:
             inputs["logits_to_keep"] = keep.to(tokens.device)
-        output = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None].to(tokens.device),
-            use_cache=True,
-            return_dict=True,
-            **inputs,
-        )
-        logits: torch.Tensor = output.logits[0]
+        with cache.during(packed):
+            logits: torch.Tensor = self._model(**inputs, use_cache=True, return_dict=True).logits[0]
         return logits
 
 

@@ -25,16 +25,19 @@ _ROW_BY_ROW: frozenset[type] = frozenset({
     hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.MinPLogitsWarper,
     hf.NoBadWordsLogitsProcessor, hf.NoRepeatNGramLogitsProcessor, hf.SequenceBiasLogitsProcessor,
     hf.SuppressTokensAtBeginLogitsProcessor, hf.SuppressTokensLogitsProcessor, hf.TemperatureLogitsWarper,
-    hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper,
+    hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor,
 })  # fmt: skip
 
 
-def adapt_processors(processors: Sequence[Any], limits: Sequence[int], fill: int) -> list[Processor]:
+def adapt_processors(
+    processors: Sequence[Any], limits: Sequence[int], source_mask: torch.Tensor | None, fill: int
+) -> list[Processor]:
     """Processors of the decoding loop that do what HF's ``processors`` do, in the same order.
 
     Args:
         processors: HF's prepared list, the user's own included.
         limits: most new tokens of each prompt.
+        source_mask: [prompts, tokens] which tokens of the prompts (of an encoder's input) are real; None for all.
         fill: token that stands after the end of a row in HF's layout.
     """
     adapted: list[Processor] = []
@@ -42,6 +45,7 @@ def adapt_processors(processors: Sequence[Any], limits: Sequence[int], fill: int
         if row_by_row:
             adapted.append(_RowByRow(list(group), limits))
         else:
+            group = [_without_padding(p, source_mask, fill) for p in group]
             adapted.extend(
                 _Prefix(p) if type(p) is hf.PrefixConstrainedLogitsProcessor else _WholeLayout(p, fill) for p in group
             )
@@ -52,6 +56,25 @@ def _is_row_by_row(processor: Any) -> bool:
     if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
         return processor.prompt_ignore_length is None  # a tensor of it has one entry per row of the layout
     return type(processor) in _ROW_BY_ROW
+
+
+def _without_padding(processor: Any, mask: torch.Tensor | None, pad: int) -> Any:
+    """A processor over the prompts' (an encoder's) tokens that does not take their padding for tokens."""
+    if mask is None or bool(mask.all()):
+        return processor
+    if type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
+        ids = processor.encoder_input_ids
+        processor = copy.copy(processor)
+        # Every token of a row counts once, so its padding may repeat its first real token.
+        first = ids.gather(1, mask.long().argmax(dim=1, keepdim=True))
+        processor.encoder_input_ids = torch.where(mask.bool(), ids, first)
+    elif type(processor) is hf.EncoderNoRepeatNGramLogitsProcessor:
+        processor = copy.copy(processor)
+        processor.generated_ngrams = [
+            {head: [token for token in tails if token != pad] for head, tails in ngrams.items() if pad not in head}
+            for ngrams in processor.generated_ngrams
+        ]
+    return processor
 
 
 class _RowByRow:

@@ -58,8 +58,9 @@ class RectangularForward:
     def prefill(self, cache: Any, lengths: list[int], writes: Mapping[str, Writes]) -> torch.Tensor:
         """[prompts, vocabulary] logits of the prompts' last tokens; ``lengths`` are their real tokens."""
         width = self._prompt_width()
-        cache.forward_pass = RectangularPass(self._store, self._run, writes, 0, lengths, masked=True)
-        output = self._model._prefill(self._input_ids, self._generation_config, self._kwargs)
+        rows = RectangularPass(self._store, self._run, writes, 0, lengths, masked=True)
+        with cache.during(rows):
+            output = self._model._prefill(self._input_ids, self._generation_config, self._kwargs)
         self._padded = width
         self._after(output)
         self._kwargs.pop("inputs_embeds", None)  # only the prefill reads them
@@ -69,12 +70,13 @@ class RectangularForward:
     def step(self, cache: Any, tokens: torch.Tensor, prompts: Ids, writes: Mapping[str, Writes]) -> torch.Tensor:
         """[rows, vocabulary] logits of one new token per row."""
         ones = [1] * len(tokens)
-        cache.forward_pass = RectangularPass(self._store, self._run, writes, self._padded, ones, masked=self._masked)
+        rows = RectangularPass(self._store, self._run, writes, self._padded, ones, masked=self._masked)
         ids = tokens.new_zeros((len(tokens), self._padded + 1))
         ids[:, -1] = tokens
         kwargs = self._rows(prompts)
-        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        output = self._model(**inputs, return_dict=True)
+        with cache.during(rows):
+            inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            output = self._model(**inputs, return_dict=True)
         self._padded += 1
         self._after(output)
         logits: torch.Tensor = output.logits[:, -1]

@@ -15,7 +15,7 @@ from branchkv.models.blocks import BlockStore
 from branchkv.models.cache import CrossCache, PagedCache
 from branchkv.models.cross import CrossStore
 from branchkv.models.layers import LayerPlan
-from branchkv.models.packed import NeedsRectangular, PackedForward
+from branchkv.models.packed import NeedsRectangular, PackedForward, PackedPass
 from branchkv.models.positions import position_limit
 from branchkv.models.rectangular import RectangularForward
 from branchkv.models.support import cache_argument, packs
@@ -82,7 +82,8 @@ class HFModel:
         self._rectangular = RectangularForward(
             model, inputs.generation_config, inputs.input_ids, kwargs, store, run, masked=plan.masked
         )
-        self.router = AttentionRouter(model, masks_needed=lambda: self._packed is None)
+        # Only our own packed forward needs none: a processor may run the model itself (guidance_scale).
+        self.router = AttentionRouter(model, masks_needed=lambda: not isinstance(self._cache.forward_pass, PackedPass))
 
     @property
     def packed(self) -> bool:

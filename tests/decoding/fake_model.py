@@ -1,7 +1,7 @@
 """A language model without layers: its logits are a function of the tokens that its cache says a row has.
 
-It stores token ids where a model stores K/V, does the copies it is told to do, and reads every row's history back through
-the block tables. A wrong fork, copy or slot is a wrong history, and so another result.
+It stores token ids where a model stores K/V, does the copies it is told to do, and reads every row's history back
+through the block tables. A wrong fork, copy or slot is a wrong history, and so another result.
 """
 
 from __future__ import annotations

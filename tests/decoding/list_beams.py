@@ -6,6 +6,7 @@ round as they do in tensors and results can be compared without a tolerance.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,6 @@ class ListBeams:
 
 def _best_first(beams: Iterable[Beam]) -> list[Beam]:
     ranked = sorted(beams, key=lambda beam: -beam.score)
-    if any(a.score == b.score for a, b in zip(ranked, ranked[1:], strict=False)):
+    if any(a.score == b.score for a, b in itertools.pairwise(ranked)):
         raise Tie
     return ranked

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from branchkv.decoding.beam_search import BeamSearcher, CandidatePicker
 from branchkv.decoding.beam_step import BeamRule
@@ -10,11 +11,12 @@ from branchkv.decoding.draws import Argmax, Sampler, top_picker
 from branchkv.decoding.protocol import Criterion, Processor
 from branchkv.decoding.record import Recorder
 from branchkv.decoding.sampling import SampleSearcher
-from branchkv.decoding.step import Hypotheses
+from branchkv.decoding.step import Hypotheses, Search
 from branchkv.tests.decoding.fake_model import Tokens, random_language, search_inputs
 from branchkv.tests.decoding.list_beams import EarlyStopping
 
 PROMPTS: tuple[Tokens, ...] = ((3,), (4, 1, 6, 5, 2, 6, 1), (2, 2, 5), (1, 6, 6, 2))
+LENGTHS = [len(prompt) for prompt in PROMPTS]
 LIMITS = (6, 3, 9, 1)
 VOCABULARY = 9
 EOS = (7, 8)
@@ -56,6 +58,13 @@ def sample_searcher(
     return SampleSearcher(inputs, n, sampler or Argmax(), processors, criteria, recorder or no_record())
 
 
+SEARCHES: dict[str, Callable[..., Search]] = {
+    "beams": beam_searcher,
+    "greedy": sample_searcher,
+    "samples": partial(sample_searcher, n=3),  # all alike
+}
+
+
 def no_record() -> Recorder:
     return Recorder(0, keep_scores=False, keep_logits=False)
 
@@ -70,7 +79,8 @@ def ancestry(result: Hypotheses) -> list[Tokens]:
     return _until_end(result.ancestry.tolist())
 
 
-def scores(result: Hypotheses) -> list[float]:
+def worth(result: Hypotheses) -> list[float]:
+    """The score of each hypothesis."""
     assert result.scores is not None
     values: list[float] = result.scores.tolist()
     return values
@@ -88,5 +98,5 @@ def assert_same(got: Sequence[Hypotheses], want: Sequence[Hypotheses]) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert generated(ours) == generated(theirs)
         if theirs.scores is not None:
-            assert scores(ours) == scores(theirs)
+            assert worth(ours) == worth(theirs)
             assert ancestry(ours) == ancestry(theirs)

@@ -25,7 +25,7 @@ from branchkv.tests.decoding.searches import (
     assert_same,
     beam_searcher,
     generated,
-    scores,
+    worth,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,14 +48,14 @@ def test_equals_the_search_of_each_prompt_in_lists(penalty: float, stopping: Ear
     for prompt, limit, result in zip(PROMPTS, LIMITS, run.results, strict=True):
         want, steps = in_lists(LANGUAGE, prompt, ListBeams(4, penalty, stopping, EOS, limit))
         missing = 4 - len(want.finished)
-        assert scores(result) == [float(beam.score) for beam in want.finished] + [-math.inf] * missing
+        assert worth(result) == [float(beam.score) for beam in want.finished] + [-math.inf] * missing
         assert generated(result) == [beam.tokens for beam in want.finished] + [()] * missing
         assert ancestry(result) == [beam.ancestry for beam in want.finished] + [()] * missing
         assert result.tokens.shape == (4, steps)
 
 
 def every_hypothesis(language: Language, prompt: Tokens, penalty: float) -> list[tuple[float, Tokens]]:
-    """All that can be said in up to 4 tokens of 5 words, one of them the end, best first; float32, first token first."""
+    """All that can be said in up to 4 tokens of 5 words, one of them the end, best first; sums in float32."""
     words, end, longest = (0, 1, 3, 4), 2, 4
     found = []
     for length in range(1, longest + 1):
@@ -77,7 +77,7 @@ def test_enough_beams_find_every_hypothesis_in_order(penalty: float, block_size:
     for prompt, result in zip(prompts, run.results, strict=True):
         want = every_hypothesis(language, prompt, penalty)
         assert len({score for score, _ in want}) == 341, "the seed was chosen so that nothing ties"
-        assert list(zip(scores(result), generated(result), strict=True)) == want + [(-math.inf, ())] * 59
+        assert list(zip(worth(result), generated(result), strict=True)) == want + [(-math.inf, ())] * 59
 
 
 def test_a_larger_penalty_favours_longer_hypotheses() -> None:
@@ -93,7 +93,7 @@ def test_a_larger_penalty_favours_longer_hypotheses() -> None:
 def test_hypotheses_are_sorted_and_distinct_so_that_fewer_are_a_prefix() -> None:
     for seed in range(5):
         for result in decode(random_language(9, seed), PROMPTS, beam_searcher(num_beams=5, stopping=True)).results:
-            assert scores(result) == sorted(scores(result), reverse=True)
+            assert worth(result) == sorted(worth(result), reverse=True)
             texts = [text for text in generated(result) if text]
             assert len(set(texts)) == len(texts)
 
@@ -102,12 +102,12 @@ def test_fewer_hypotheses_than_beams() -> None:
     run = decode(random_language(12, 0), [(1,)], beam_searcher([(1,)], (1,), num_beams=20, eos=()))
     (result,) = run.results
     assert sorted(generated(result)[:12]) == [(token,) for token in range(12)]
-    assert (generated(result)[12:], scores(result)[12:]) == ([()] * 8, [-math.inf] * 8)
+    assert (generated(result)[12:], worth(result)[12:]) == ([()] * 8, [-math.inf] * 8)
 
 
 def test_one_token_allowed_is_one_hypothesis() -> None:
-    def only_four(history: History, values: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(values, -math.inf).index_fill(1, torch.tensor([4]), 0.0)
+    def only_four(history: History, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -math.inf).index_fill(1, torch.tensor([4]), 0.0)
 
     run = decode(LANGUAGE, [(1,)], beam_searcher([(1,)], (3,), processors=[only_four]))
     assert generated(run.results[0]) == [(4, 4, 4), (), (), ()]
@@ -164,7 +164,7 @@ def test_recorded_scores_along_the_ancestry_sum_to_the_score(penalty: float) -> 
     assert recorder.scores is not None
     assert recorder.logits is not None
     for prompt, result in enumerate(run.results):
-        for text, beams, score in zip(generated(result), ancestry(result), scores(result), strict=True):
+        for text, beams, score in zip(generated(result), ancestry(result), worth(result), strict=True):
             total = np.float32(0)
             for step, (beam, token) in enumerate(zip(beams, text, strict=True)):
                 total += np.float32(recorder.scores[step][prompt * 4 + beam, token])
@@ -179,4 +179,4 @@ def test_drawn_hypotheses_are_distinct_and_sorted(seed: int | None) -> None:
     pick: CandidatePicker = GlobalCandidates(4) if seed is None else StreamCandidates(seed, range(4))
     for result in decode(LANGUAGE, PROMPTS, beam_searcher(num_beams=5, pick=pick)).results:
         assert len(set(generated(result))) == 5
-        assert scores(result) == sorted(scores(result), reverse=True)
+        assert worth(result) == sorted(worth(result), reverse=True)

@@ -1,141 +1,20 @@
-"""One step of beam search: against the same rules in lists, and on tables made by hand."""
+"""One step of beam search on tables made by hand."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from branchkv.decoding.beam_step import BeamRule, BeamState, BeamStep, beam_step, top_candidates
+from branchkv.decoding.beam_step import BeamStep, top_candidates
 from branchkv.decoding.draws import top_picker
-from branchkv.tests.decoding.list_beams import Beam, EarlyStopping, ListBeams, Tie
+from branchkv.tests.decoding.beam_steps import INF, STOPPING, advance, finished, make_rule, random_table, running, start
+from branchkv.tests.decoding.list_beams import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-INF = math.inf
-STOPPING: tuple[EarlyStopping, ...] = (False, True, "never")
-PENALTIES = (-1.0, 0.0, 1.0, 2.0)
-
-
-def make_rule(
-    num_beams: int, penalty: float = 1.0, stopping: EarlyStopping = False, eos: Sequence[int] = (0,)
-) -> BeamRule:
-    return BeamRule(num_beams, penalty, stopping, max(2, 1 + len(eos)) * num_beams)
-
-
-def start(num_beams: int, *limits: int) -> BeamState:
-    return BeamState.start(num_beams, torch.tensor(limits))
-
-
-def advance(state: BeamState, log_probs: torch.Tensor, rule: BeamRule, eos: Sequence[int] = (0,)) -> BeamStep:
-    """One step in which only the end tokens and the limit stop a hypothesis; `log_probs` [prompts, beams, vocabulary]."""
-
-    def pick(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return top_picker(scores, count, torch.arange(len(scores)))
-
-    candidates = top_candidates(log_probs, state.scores, rule.candidates, pick)
-    stops = torch.isin(candidates.tokens, torch.tensor(list(eos), dtype=torch.int64))
-    stops |= (state.limits <= state.steps + 1)[:, None]
-    return beam_step(state, candidates, stops, rule)
-
-
-def running(state: BeamState, prompt: int = 0) -> list[Beam]:
-    return _beams(state.scores[prompt], state.tokens[prompt], state.ancestry[prompt])
-
-
-def finished(state: BeamState, prompt: int = 0) -> list[Beam]:
-    return _beams(state.done_scores[prompt], state.done_tokens[prompt], state.done_ancestry[prompt])
-
-
-def _beams(scores: torch.Tensor, tokens: torch.Tensor, ancestry: torch.Tensor) -> list[Beam]:
-    """The beams that exist; they come first, best first, and the rest is -inf."""
-    exist = scores > -INF
-    assert exist.tolist() == sorted(exist.tolist(), reverse=True)
-    assert (scores.diff()[exist[1:]] <= 0).all()
-    return [
-        Beam(np.float32(score), tuple(t for t in text if t >= 0), tuple(p for p in parents if p >= 0))
-        for score, text, parents in zip(scores.tolist(), tokens.tolist(), ancestry.tolist(), strict=True)
-        if score > -INF
-    ]
-
-
-# -- against the rules in lists ----------------------------------------------------------------------------------------
-
-
-def random_table(rng: np.random.Generator, shape: tuple[int, ...], banned: float) -> torch.Tensor:
-    table = torch.from_numpy(rng.normal(scale=3.0, size=shape)).float().log_softmax(-1)
-    return table.masked_fill(torch.from_numpy(rng.random(shape) < banned), -INF)
-
-
-@pytest.mark.parametrize("stopping", STOPPING)
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_equals_the_rules_in_lists(penalty: float, stopping: EarlyStopping) -> None:
-    """Random tables with bans, up to all tokens an end, fewer reachable than beams; every prompt until it ends."""
-    rng = np.random.default_rng([17, STOPPING.index(stopping), PENALTIES.index(penalty)])
-    ended, ties = {"early": 0, "at the limit": 0}, 0
-    for _ in range(40):
-        vocabulary, num_beams = int(rng.integers(1, 9)), int(rng.integers(2, 6))
-        eos = rng.permutation(vocabulary)[: rng.integers(0, min(vocabulary, 3) + 1)].tolist()
-        limits = rng.integers(1, 8, size=3).tolist()
-        rule = make_rule(num_beams, penalty, stopping, eos)
-        state = start(num_beams, *limits)
-        lists = [ListBeams(num_beams, penalty, stopping, eos, limit) for limit in limits]
-        live = [0, 1, 2]
-        banned = float(rng.choice([0.0, 0.0, 0.4]))
-        while live:
-            table = random_table(rng, (len(live), num_beams, vocabulary), banned)
-            table[:, :, 0] = torch.where(
-                torch.isinf(table).all(-1), -3.0, table[:, :, 0]
-            )  # something may always be said
-            result = advance(state, table, rule, eos)
-            try:
-                for place, prompt in enumerate(live):
-                    lists[prompt].step(table[place, : len(lists[prompt].running)].tolist())
-            except Tie:
-                ties += 1
-                break
-            for place, prompt in enumerate(live):
-                _assert_equal(result, place, lists[prompt])
-                if lists[prompt].ended:
-                    ended["at the limit" if result.state.steps == limits[prompt] else "early"] += 1
-            stay = (~result.ended).nonzero().flatten()
-            state, live = result.state.select(stay), [live[place] for place in stay.tolist()]
-    assert ties <= 3  # sums of a vocabulary of one and its like
-    assert min(ended.values()) >= 20, f"the tables do not reach both ends: {ended}"
-
-
-def _assert_equal(result: BeamStep, place: int, want: ListBeams) -> None:
-    assert running(result.state, place) == want.running
-    assert finished(result.state, place) == want.finished
-    assert result.parents[place, : len(want.running)].tolist() == want.parents
-    assert result.tokens[place, : len(want.running)].tolist() == [beam.tokens[-1] for beam in want.running]
-    assert bool(result.ended[place]) == want.ended
-    if not want.ended:
-        assert bool(result.state.improvable[place]) == want.improvable
-
-
-def test_prompts_do_not_touch_each_other() -> None:
-    rng = np.random.default_rng(5)
-    rule = make_rule(3)
-    table = random_table(rng, (4, 3, 7), 0.2)
-    together = start(3, 5, 2, 9, 1)
-    alone = [start(3, limit) for limit in (5, 2, 9, 1)]
-    for _ in range(3):
-        result = advance(together, table, rule)
-        for prompt in range(4):
-            own = advance(alone[prompt], table[prompt : prompt + 1], rule)
-            assert running(own.state) == running(result.state, prompt)
-            assert finished(own.state) == finished(result.state, prompt)
-            assert bool(own.ended[0]) == bool(result.ended[prompt])
-            alone[prompt] = own.state
-        together = result.state
-
-
-# -- by hand -----------------------------------------------------------------------------------------------------------
 
 
 def ranked(*order: int, vocabulary: int = 8) -> list[float]:
@@ -175,7 +54,7 @@ def test_the_penalty_counts_every_token_the_end_included() -> None:
     state = advance(start(2, 9), torch.tensor([[ranked(5, 6)] * 2]), rule).state
     result = advance(state, torch.tensor([[ranked(0, 3), ranked(0, 3)]]), rule)
     # Running: (5) at -1 and (6) at -2; both end with one more -1, after two tokens.
-    assert [(beam.score, beam.tokens) for beam in finished(result.state)] == [(-2 / 4, (5, 0)), (-3 / 4, (6, 0))]
+    assert [(float(beam.score), beam.tokens) for beam in finished(result.state)] == [(-2 / 4, (5, 0)), (-3 / 4, (6, 0))]
     # Live beams are ranked by their sums: the penalty has not touched them.
     assert [beam.score for beam in running(result.state)] == [-3.0, -4.0]
 

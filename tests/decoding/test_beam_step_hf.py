@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
-from branchkv.decoding.beam_step import BeamRule, BeamState, beam_step, top_candidates
-from branchkv.decoding.draws import top_picker
+from branchkv.decoding.beam_step import BeamRule, BeamState, BeamStep
+from branchkv.tests.decoding.beam_steps import PENALTIES, STOPPING, advance, make_rule
 from branchkv.tests.decoding.list_beams import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,17 +104,8 @@ def hf_step(state: HFState, log_probs: torch.Tensor, length: int, eos: torch.Ten
     return HFState(*running, scores, sequences, indices, is_finished, unsatisfied, stops)
 
 
-def our_step(state: BeamState, log_probs: torch.Tensor, eos: torch.Tensor, rule: BeamRule) -> tuple[BeamState, Any]:
-    def pick(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return top_picker(scores, count, torch.arange(PROMPTS))
-
-    candidates = top_candidates(log_probs, state.scores, rule.candidates, pick)
-    stops = torch.isin(candidates.tokens, eos) | (state.limits <= state.steps + 1)[:, None]
-    result = beam_step(state, candidates, stops, rule)
-    return result.state, result.ended
-
-
-def assert_equal(ours: BeamState, ended: torch.Tensor, hf: HFState, rule: BeamRule) -> None:
+def assert_equal(result: BeamStep, hf: HFState, rule: BeamRule) -> None:
+    ours = result.state
     offset = torch.arange(PROMPTS)[:, None, None] * NUM_BEAMS
     if bool((hf.running_scores > -1e8).all()):  # not in the last step, where nothing goes on
         assert torch.equal(ours.scores, hf.running_scores)
@@ -135,23 +126,24 @@ def assert_equal(ours: BeamState, ended: torch.Tensor, hf: HFState, rule: BeamRu
         goes_on = HF._beam_search_has_unfinished_sequences(
             hf.unsatisfied[one], hf.is_finished[one], hf.stops[one], rule.early_stopping
         )
-        assert bool(ended[prompt]) == (not bool(goes_on))
+        assert bool(result.ended[prompt]) == (not bool(goes_on))
 
 
-@pytest.mark.parametrize("stopping", [False, True, "never"])
-@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("stopping", STOPPING)
+@pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("ends", [0, 1, 3])
 def test_equals_hf_step_by_step(ends: int, penalty: float, stopping: EarlyStopping) -> None:
     """Also past the end of single prompts, which HF carries along until the last one ends."""
-    rule = BeamRule(NUM_BEAMS, penalty, stopping, max(2, 1 + ends) * NUM_BEAMS)
     generator = torch.Generator().manual_seed(10 * ends + int(penalty))
     eos = torch.randperm(VOCABULARY, generator=generator)[:ends]
+    rule = make_rule(NUM_BEAMS, penalty, stopping, eos.tolist())
     for _ in range(5):
         ours, hf = BeamState.start(NUM_BEAMS, torch.full((PROMPTS,), LIMIT)), HFState.start()
         for length in range(LIMIT):
             logits = 3 * torch.randn((PROMPTS, NUM_BEAMS, VOCABULARY), generator=generator)
             hf = hf_step(hf, logits.log_softmax(-1), length, eos, rule)
-            ours, ended = our_step(ours, logits.log_softmax(-1), eos, rule)
-            assert_equal(ours, ended, hf, rule)
-            if ended.all():
+            result = advance(ours, logits.log_softmax(-1), rule, eos.tolist())
+            assert_equal(result, hf, rule)
+            ours = result.state
+            if result.ended.all():
                 break

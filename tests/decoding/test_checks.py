@@ -1,42 +1,39 @@
-"""Rows from which nothing can be chosen."""
+"""Scores from which nothing can be chosen name the prompt and the step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from branchkv.decoding.checks import check_rows
+from branchkv.decoding.checks import check_choice, check_numbers
 from branchkv.errors import NumericalError
 
-PROMPTS = torch.tensor([4, 4, 7])
+PROMPTS = torch.tensor([0, 0, 4])
 
 
-@pytest.mark.parametrize("best", [[0.0, -1.0, 2.0], [-3e38, 3e38, 1e-45], []])
-def test_finite_scores_pass(best: list[float]) -> None:
-    check_rows(torch.tensor(best), PROMPTS[: len(best)], 0, "logits")
+@pytest.mark.parametrize("check", [check_choice, check_numbers])
+def test_finite_scores_pass(check: Callable[..., None]) -> None:
+    check(torch.tensor([0.0, -1e30, 3.0]), PROMPTS, 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (-math.inf, "every continuation is banned (-inf)"),
-        (math.inf, "logits contain inf"),
-        (math.nan, "logits contain nan"),
-    ],
-)
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_the_error_names_prompt_step_and_reason(row: int, value: float, reason: str) -> None:
-    best = torch.zeros(3)
-    best[row] = value
-    with pytest.raises(NumericalError) as error:
-        check_rows(best, PROMPTS, 12, "logits")
-    facts = (error.value.prompt, error.value.step, error.value.reason)
-    assert facts == (int(PROMPTS[row]), 12, reason)
-    assert str(error.value) == f"prompt {PROMPTS[row]}, step 12: {reason}"
+@pytest.mark.parametrize("check", [check_choice, check_numbers])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_first_bad_row_is_named(check: Callable[..., None], value: float) -> None:
+    with pytest.raises(NumericalError, match=f"prompt 4, step 12: .*{value}") as error:
+        check(torch.tensor([0.0, 1.0, value]), PROMPTS, 12)
+    assert (error.value.prompt, error.value.step) == (4, 12)
 
 
-def test_the_first_bad_row_is_named() -> None:
-    with pytest.raises(NumericalError, match=r"prompt 4, step 0: scores contain nan"):
-        check_rows(torch.tensor([0.0, math.nan, -math.inf]), PROMPTS, 0, "scores")
+def test_a_row_with_everything_banned_is_no_choice_but_no_bad_number() -> None:
+    best = torch.tensor([0.0, -math.inf, 1.0])
+    check_numbers(best, PROMPTS, 3)
+    with pytest.raises(NumericalError, match="prompt 0, step 3: every continuation is banned"):
+        check_choice(best, PROMPTS, 3)
+
+
+def test_a_bad_number_comes_before_a_ban() -> None:
+    with pytest.raises(NumericalError, match="prompt 4"):
+        check_choice(torch.tensor([-math.inf, 0.0, math.nan]), PROMPTS, 0)

@@ -1,4 +1,4 @@
-"""Block tables such as a step of decoding has them: prompts whose rows share blocks and go on with blocks of their own."""
+"""Block tables as a step of decoding has them: rows of a prompt share blocks and go on with blocks of their own."""
 
 from __future__ import annotations
 

@@ -1,121 +1,25 @@
-"""The operator over block tables against plain attention written out here, row by row and in float64."""
+"""The operator over block tables against plain attention, row by row and in float64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from branchkv.errors import UnsupportedOptionError
 from branchkv.kernels import plan as plan_module
-from branchkv.kernels.attention import attention, implementation
+from branchkv.kernels.attention import attention
 from branchkv.kernels.options import AttentionOptions
-from branchkv.kernels.plan import AttentionPlan, make_plan
 from branchkv.kernels.reference import reference_attention
 from branchkv.kernels.torch_batched import torch_attention
-from branchkv.tests.kernels.random_tables import Tables, random_tables
+from branchkv.tests.kernels.problems import Problem, plain, problem, used_slots
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAN = float("nan")
 HEADS = [(3, 3), (2, 8), (1, 5)]  # (kv_heads, query_heads): 1:1, 4:1, and one for all
 DIMS = [(1, 1), (17, 17), (64, 64), (80, 80), (24, 40), (40, 8)]  # (key_dim, value_dim)
 OPTIONS = ["plain", "window", "softcap", "sinks", "bias", "everything"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Inputs of the operator; what no row may read is NaN."""
-
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    tables: Tables
-    options: AttentionOptions
-
-    @property
-    def plan(self) -> AttentionPlan:
-        tables = self.tables
-        shape: dict[str, Any] = {"block_size": tables.block_size, "null_slot": tables.null_slot}
-        return make_plan(tables.blocks, tables.lengths, **shape, window=tables.window)
-
-    def to(self, dtype: torch.dtype) -> Problem:
-        options = {
-            name: None if (tensor := getattr(self.options, name)) is None else tensor.to(dtype)
-            for name in ("sinks", "bias")
-        }
-        return Problem(
-            *(tensor.to(dtype) for tensor in (self.query, self.keys, self.values)),
-            self.tables,
-            replace(self.options, **options),
-        )
-
-
-def problem(
-    seed: int,
-    heads: tuple[int, int] = (2, 8),
-    dims: tuple[int, int] = (17, 17),
-    option: str = "plain",
-    dtype: torch.dtype = torch.float32,
-    **layout: Any,
-) -> Problem:
-    """Values are rounded to `dtype` and returned in float64, so that every precision starts from the same numbers."""
-    rng = np.random.default_rng(seed)
-    everything = option == "everything"
-    window = 9 if option == "window" or everything else None
-    tables = random_tables(rng, block_size=int(rng.choice([1, 3, 16])), window=window, **layout)
-    rows, (kv_heads, query_heads) = len(tables.lengths), heads
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(rng.normal(size=shape)).to(dtype).double()
-
-    keys, values = (torch.full((tables.null_slot + 1, kv_heads, dim), NAN, dtype=torch.float64) for dim in dims)
-    used = used_slots(tables)
-    keys[used], values[used] = draw(len(used), kv_heads, dims[0]), draw(len(used), kv_heads, dims[1])
-    keys[-1], values[-1] = 0, 0  # the null slot reads as zero
-    bias = None
-    if option == "bias" or everything:
-        most = max(len(tables.slots(row)) for row in range(rows))
-        bias = draw(rows if everything else 1, query_heads, 1, most + 2)
-        bias[..., :2] = NAN  # columns of no token
-    options = AttentionOptions(
-        scale=dims[0] ** -0.5,
-        softcap=1.5 if option == "softcap" or everything else None,
-        sinks=draw(query_heads) if option == "sinks" or everything else None,
-        bias=bias,
-    )
-    return Problem(draw(rows, query_heads, dims[0]), keys, values, tables, options)
-
-
-def used_slots(tables: Tables) -> list[int]:
-    return sorted({slot for row in range(len(tables.lengths)) for slot in tables.slots(row).values()})
-
-
-def plain(given: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each row over the tokens its table names, in the dtype of the inputs, from the tables alone."""
-    options, outputs, lses = given.options, [], []
-    group = given.query.shape[1] // given.keys.shape[1]
-    wide = torch.promote_types(given.query.dtype, torch.float32)
-    for row, query in enumerate(given.query):
-        slots = list(given.tables.slots(row).values())
-        keys, values = (
-            pool[slots].repeat_interleave(group, dim=1).transpose(0, 1) for pool in (given.keys, given.values)
-        )
-        scores = (keys @ query[:, :, None]).squeeze(2).to(wide) * options.scale  # [heads, tokens]
-        if options.softcap is not None:
-            scores = options.softcap * (scores / options.softcap).tanh()
-        if options.bias is not None:
-            mine = options.bias[row if len(options.bias) > 1 else 0, :, 0]
-            scores = scores + mine[:, mine.shape[1] - len(slots) :]
-        if options.sinks is not None:
-            scores = torch.cat([scores, options.sinks.to(wide)[:, None]], dim=1)
-        weights = scores.softmax(-1)[:, : len(slots)].to(values.dtype)
-        outputs.append((weights[:, None] @ values).squeeze(1))
-        lses.append(scores.logsumexp(-1))
-    return torch.stack(outputs), torch.stack(lses)
 
 
 def rms(values: torch.Tensor) -> float:
@@ -139,10 +43,9 @@ def assert_as_good_as_eager(given: Problem, run: Any, dtype: torch.dtype) -> Non
 
 
 @pytest.fixture(autouse=True, params=[1, 40, 10**9], ids=["all-runs", "some-runs", "no-runs"])
-def min_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def min_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tables with runs wherever rows share a token, with a few, and without."""
     monkeypatch.setattr(plan_module, "MIN_RUN", request.param)
-    return int(request.param)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -237,49 +140,3 @@ def test_inputs_may_be_views_and_stay_as_they_are(run: Any) -> None:
         torch.testing.assert_close(value, expected)
     for now, then in zip((query, given.keys, given.values), before, strict=True):
         assert torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0))
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(2, 8, 17)}, r"query: expected \d+ \(rows of the plan\), got 2"),
-        ({"query": "narrow"}, r"query: expected 17 \(key_dim of key_pool\), got 16"),
-        ({"query": "odd"}, r"query: expected a multiple of 2 heads, got 7"),
-        ({"values": torch.zeros(5, 3, 17)}, r"value_pool: expected 2 \(kv_heads of key_pool\), got 3"),
-        ({"bias": 1}, r"bias: expected at least \d+ columns, got 1"),
-    ],
-)
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
-    given = problem(6, prompts=4).to(torch.float32)
-    replacements = {"narrow": given.query[:, :, :16], "odd": given.query[:, :7]}
-    query = change.get("query", given.query)
-    query = replacements[query] if isinstance(query, str) else query
-    bias = torch.zeros(1, 1, 1, change["bias"]) if "bias" in change else None
-    options = replace(given.options, bias=bias)
-    with pytest.raises(ValueError, match=message):
-        attention(query, given.keys, change.get("values", given.values), given.plan, options)
-
-
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sinks are not checked: torch's own error comes out")
-@pytest.mark.parametrize("run", [reference_attention, torch_attention])
-def test_a_sink_for_every_head_is_needed(run: Any) -> None:
-    given = problem(6, option="sinks").to(torch.float32)
-    options = replace(given.options, sinks=torch.zeros(3))
-    with pytest.raises(ValueError, match="sinks: expected 8"):
-        attention(given.query, given.keys, given.values, given.plan, options, run)
-
-
-def test_implementations_are_chosen_by_name() -> None:
-    assert implementation("reference") is reference_attention
-    assert implementation("torch") is torch_attention
-    assert implementation("auto") is torch_attention
-
-
-@pytest.mark.parametrize("name", ["triton", "Torch", "eager"])
-def test_an_unknown_implementation_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=name) as raised:
-        implementation(name)
-    assert raised.value.option == f"attention={name!r}"

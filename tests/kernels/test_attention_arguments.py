@@ -1,0 +1,58 @@
+"""What the operator refuses, and what it is called by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from branchkv.errors import UnsupportedOptionError
+from branchkv.kernels.attention import attention, implementation
+from branchkv.kernels.reference import reference_attention
+from branchkv.kernels.torch_batched import torch_attention
+from branchkv.tests.kernels.problems import problem
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 8, 17)}, r"query: expected \d+ \(rows of the plan\), got 2"),
+        ({"query": "narrow"}, r"query: expected 17 \(key_dim of key_pool\), got 16"),
+        ({"query": "odd"}, r"query: expected a multiple of 2 heads, got 7"),
+        ({"values": torch.zeros(5, 3, 17)}, r"value_pool: expected 2 \(kv_heads of key_pool\), got 3"),
+        ({"bias": 1}, r"bias: expected at least \d+ columns, got 1"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    given = problem(6, prompts=4).to(torch.float32)
+    replacements = {"narrow": given.query[:, :, :16], "odd": given.query[:, :7]}
+    query = change.get("query", given.query)
+    query = replacements[query] if isinstance(query, str) else query
+    bias = torch.zeros(1, 1, 1, change["bias"]) if "bias" in change else None
+    options = replace(given.options, bias=bias)
+    with pytest.raises(ValueError, match=message):
+        attention(query, given.keys, change.get("values", given.values), given.plan, options)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sinks are not checked: torch's own error comes out")
+@pytest.mark.parametrize("run", [reference_attention, torch_attention])
+def test_a_sink_for_every_head_is_needed(run: Any) -> None:
+    given = problem(6, option="sinks").to(torch.float32)
+    options = replace(given.options, sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match="sinks: expected 8"):
+        attention(given.query, given.keys, given.values, given.plan, options, run)
+
+
+def test_implementations_are_chosen_by_name() -> None:
+    assert implementation("reference") is reference_attention
+    assert implementation("torch") is torch_attention
+    assert implementation("auto") is torch_attention
+
+
+@pytest.mark.parametrize("name", ["triton", "Torch", "eager"])
+def test_an_unknown_implementation_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=name) as raised:
+        implementation(name)
+    assert raised.value.option == f"attention={name!r}"
