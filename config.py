@@ -71,6 +71,8 @@ class KVConfig:
                 raise ValueError(f"memory: expected a fraction in (0, 1] or a string such as '8GiB', got {self.memory}")
         _one_of("attention", self.attention, _ATTENTION)
         _one_of("preemption", self.preemption, _PREEMPTION)
+        if self.num_blocks is not None and self.memory is not None:
+            raise ValueError(f"num_blocks, memory: expected one of the two, got {self.num_blocks} and {self.memory!r}")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise ValueError(f"dtype: expected a floating point torch.dtype, got {self.dtype!r}")
         if not isinstance(self.prefix_caching, bool):

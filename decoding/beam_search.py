@@ -153,7 +153,7 @@ class BeamSearcher:
         state = result.state if len(stays) == len(packed) else result.state.select(keep)
         self._live = _Live(numbers, state, rows)
         tokens = result.tokens[keep].flatten()[rows]
-        return Step(continued, numbers.cpu().numpy()[prompt_at], tokens, result.tokens.flatten())
+        return Step(continued, numbers.cpu().numpy()[prompt_at], tokens, chosen=None)
 
     def _retire(self, state: BeamState, ended: np.ndarray) -> None:
         steps = state.steps

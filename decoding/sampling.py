@@ -70,7 +70,7 @@ class SampleSearcher:
         going = ~self._stops(tokens)
         self._layout = layout[going]
         packed = torch.stack([going.nonzero().flatten(), prompts[going]]).cpu().numpy()
-        return Step(packed[0], packed[1], tokens[going], tokens)
+        return Step(packed[0], packed[1], tokens[going], column[:, 0])
 
     def results(self) -> list[Hypotheses]:
         """See ``Search.results``."""

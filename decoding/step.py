@@ -22,13 +22,14 @@ class Step:
         parents: [rows] row of the step before that each row continues.
         prompts: [rows] prompt of each row, ascending.
         tokens: [rows] token that each row goes on with, on the device.
-        chosen: tokens chosen in this step by the rows before it, ended ones included; for streaming.
+        chosen: [places] token chosen for every lane of the call, -1 for those that had ended before; None where the
+            choice may still be revised (beams).
     """
 
     parents: Ids
     prompts: Ids
     tokens: torch.Tensor
-    chosen: torch.Tensor
+    chosen: torch.Tensor | None
 
 
 @dataclass(frozen=True)

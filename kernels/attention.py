@@ -69,7 +69,9 @@ def attention(
     if options.bias is not None and options.bias.shape[-1] < plan.most:
         raise ValueError(f"bias: expected at least {plan.most} columns, got {options.bias.shape[-1]}")
     if options.sinks is not None and options.sinks.shape != query.shape[1:2]:
-        raise ValueError(f"sinks: expected {query.shape[1]} values, one per query head, got shape {list(options.sinks.shape)}")
+        raise ValueError(
+            f"sinks: expected {query.shape[1]} values, one per query head, got shape {list(options.sinks.shape)}"
+        )
     return run(query, key_pool, value_pool, plan, options)
 
 

@@ -67,6 +67,9 @@ class Settings:
 class DecodingCall:
     """Decodes the prompts of one call.
 
+    Attributes:
+        fill: token after the end of a row.
+
     Args:
         model: the HF model.
         settings: what is asked for.
@@ -83,7 +86,7 @@ class DecodingCall:
         self._beams = config.num_beams or 1
         self._width = self._beams if self._beams > 1 else config.num_return_sequences or 1
         self._encoder_decoder = bool(model.config.is_encoder_decoder)
-        self._fill = _fill(config)
+        self.fill = _fill(config)
         self._recorder = Recorder(
             len(input_ids) * self._width,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -94,7 +97,7 @@ class DecodingCall:
         self._lengths = lengths
         mask = kwargs.get("attention_mask")
         self._source_mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-        ends = split_criteria(settings.criteria, lambda: self._recorder.scores, len(lengths), self._fill)
+        ends = split_criteria(settings.criteria, lambda: self._recorder.scores, len(lengths), self.fill)
         limits = self._limits(ends, input_ids.shape[1], ids_lengths)
         check_positions(position_limit(model), lengths, limits, max(config.min_new_tokens or 1, 1))
         self._search = self._make_search(ends, limits)
@@ -119,7 +122,7 @@ class DecodingCall:
             self._write_trace()
         request = OutputRequest(
             prompt_ids=prompt_ids,
-            fill=self._fill,
+            fill=self.fill,
             as_dict=bool(config.return_dict_in_generate),
             scores=bool(config.output_scores),
             encoder_decoder=self._encoder_decoder,
@@ -135,7 +138,7 @@ class DecodingCall:
     def _make_search(self, ends: Ends, limits: tuple[int, ...]) -> BeamSearcher | SampleSearcher:
         config, prompts = self._settings.config, len(self._lengths)
         inputs = SearchInputs(self._prompts, limits, ends.eos)
-        processors = adapt_processors(self._settings.processors, limits, self._source_mask, self._fill)
+        processors = adapt_processors(self._settings.processors, limits, self._source_mask, self.fill)
         if self._beams == 1:
             sampler = self._sampler(prompts) if config.do_sample else Argmax()
             return SampleSearcher(inputs, self._width, sampler, processors, ends.criteria, self._recorder)

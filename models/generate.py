@@ -80,8 +80,8 @@ def decode(
     """HF's own hook: ``model.generate(**inputs, num_beams=4, custom_generate=branchkv.decode)``.
 
     Takes ``kv=`` and ``seed=`` as ``generate`` does. HF has expanded the inputs by then; they are un-expanded, which
-    works for text and encoder-decoder models; for others, and for stop strings (HF loses the tokenizer on the way), call
-    ``branchkv.generate``.
+    works for text and encoder-decoder models. For others, and for stop strings (HF loses the tokenizer on the way),
+    call ``branchkv.generate``.
     """
     kv = kv if kv is not None else KVConfig()
     check_model(model)
@@ -101,12 +101,12 @@ class Watchers:
     on_stats: Callable[[KVStats], None] | None = None
     streamer: Any = None
 
-    def step(self, step: Step) -> None:
-        """A step was chosen."""
+    def step(self, step: Step, fill: int) -> None:
+        """A step was chosen; rows that have ended stream ``fill``, as in HF."""
         if self.on_step is not None:
             self.on_step(step)
-        if self.streamer is not None:
-            self.streamer.put(step.chosen.cpu())
+        if self.streamer is not None and step.chosen is not None:
+            self.streamer.put(step.chosen.masked_fill(step.chosen < 0, fill).cpu())
             if len(step.parents) == 0:
                 self.streamer.end()
 
@@ -149,7 +149,7 @@ class _Runner:
             length_counts_prompt=self._given_length and generation_config.max_new_tokens is None,
         )
         call = DecodingCall(model, settings, input_ids, lengths, model_kwargs)
-        output = call.run(prompt_ids, self._watchers.step)
+        output = call.run(prompt_ids, lambda step: self._watchers.step(step, call.fill))
         self.stats = call.stats()
         self._watchers.stats(self.stats)
         return output

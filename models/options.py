@@ -24,6 +24,7 @@ _CONFIG_FIELDS = {
     "output_attentions": "attention over shared blocks yields no weights",
     "output_hidden_states": "prompts are computed once, not once per row",
     "prefill_chunk_size": "prompts are computed in one forward",
+    "force_words_ids": "constrained beam search is not implemented",
     "compile_config": "compiled forwards are not implemented",
     "continuous_batching_config": "it configures HF's own paged engine",
     "cache_config": "the K/V cache is configured by kv=KVConfig(...)",

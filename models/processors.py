@@ -41,11 +41,11 @@ def adapt_processors(
         fill: token that stands after the end of a row in HF's layout.
     """
     adapted: list[Processor] = []
-    for row_by_row, group in groupby(processors, key=_is_row_by_row):
+    plain = [_without_padding(processor, source_mask, fill) for processor in _without_repeats(processors)]
+    for row_by_row, group in groupby(plain, key=_is_row_by_row):
         if row_by_row:
             adapted.append(_RowByRow(list(group), limits))
         else:
-            group = [_without_padding(p, source_mask, fill) for p in group]
             adapted.extend(
                 _Prefix(p) if type(p) is hf.PrefixConstrainedLogitsProcessor else _WholeLayout(p, fill) for p in group
             )
@@ -58,11 +58,28 @@ def _is_row_by_row(processor: Any) -> bool:
     return type(processor) in _ROW_BY_ROW
 
 
+def _without_repeats(processors: Sequence[Any]) -> list[Any]:
+    """Leave out the minimum length that HF derives from min_new_tokens: it counts padding, and says nothing more."""
+    derived = {
+        p.prompt_length_to_skip + p.min_new_tokens
+        for p in processors
+        if type(p) is hf.MinNewTokensLengthLogitsProcessor
+    }
+    return [p for p in processors if type(p) is not hf.MinLengthLogitsProcessor or p.min_length not in derived]
+
+
 def _without_padding(processor: Any, mask: torch.Tensor | None, pad: int) -> Any:
-    """A processor over the prompts' (an encoder's) tokens that does not take their padding for tokens."""
+    """A processor that knows the prompts' (an encoder's) tokens, without their padding."""
     if mask is None or bool(mask.all()):
         return processor
-    if type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
+    if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
+        # HF has it ignore each prompt's padding; rows come without padding here.
+        ignored, padding = processor.prompt_ignore_length, mask.long().argmax(dim=1)
+        same = isinstance(ignored, torch.Tensor) and ignored.shape == padding.shape
+        if same and bool(((ignored == padding) | (ignored == 0)).all()):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = None
+    elif type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
         ids = processor.encoder_input_ids
         processor = copy.copy(processor)
         # Every token of a row counts once, so its padding may repeat its first real token.

@@ -126,14 +126,16 @@ def test_global_draws_are_those_of_a_batch_that_never_shrinks() -> None:
 
 
 def test_chosen_tokens_of_every_step_are_the_texts() -> None:
-    """What a streamer gets: each step's `chosen` has a token for every row that was running, ended ones included."""
+    """What a streamer gets: each step's `chosen` has a place for every sample, -1 for those that had ended before."""
     run = drawn(3)
     texts: list[list[int]] = [[] for _ in range(3 * len(PROMPTS))]
     places = list(range(len(texts)))
     for step in run.steps:
-        for place, token in zip(places, step.chosen.tolist(), strict=True):
-            texts[place].append(token)
-        assert step.tokens.tolist() == step.chosen[torch.from_numpy(step.parents)].tolist()
+        assert step.chosen is not None
+        for place, token in enumerate(step.chosen.tolist()):
+            assert (token >= 0) == (place in places)
+            texts[place] += [token] if token >= 0 else []
+        assert step.tokens.tolist() == [int(step.chosen[places[parent]]) for parent in step.parents]
         places = [places[parent] for parent in step.parents]
     assert [tuple(text) for text in texts] == [text for result in run.results for text in generated(result)]
 

@@ -96,7 +96,6 @@ def test_a_bias_may_be_broadcast(heads: int, rows: int | None, run: Any) -> None
         assert torch.equal(got, want)
 
 
-@pytest.mark.xfail(strict=True, reason="torch_attention expects all four dimensions; the reference broadcasts")
 def test_a_bias_may_leave_out_leading_dimensions() -> None:
     given = problem(7, option="bias").to(torch.float32)
     assert given.options.bias is not None

@@ -143,9 +143,9 @@ def test_a_fraction_too_small_is_refused() -> None:
     assert attempt("llama", KVConfig(memory=1e-12), **BEAMS) == (3, 0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="make_budget looks at num_blocks alone when both limits are given")
-def test_both_limits_hold() -> None:
-    assert attempt("llama", KVConfig(num_blocks=10**6, memory="1KB"), **BEAMS) == (3, 0, 0)
+def test_one_limit_at_a_time() -> None:
+    with pytest.raises(ValueError, match="num_blocks, memory: expected one of the two"):
+        KVConfig(num_blocks=10**6, memory="1KB")
 
 
 def test_after_a_refusal_the_next_call_works() -> None:

@@ -58,7 +58,6 @@ HISTORY: dict[str, dict[str, Any]] = {
     "sequence_bias": {"sequence_bias": [[[8, 18], 4.0], [[38, 38], -4.0], [[PAD, 10], 9.0], [[PAD, PAD, 25], 9.0]]},
     "min_length": {"min_length": 16},
     "min_new_tokens": {"min_new_tokens": 6},
-    "min_new_tokens_of_all_ends": {"min_new_tokens": 4, "eos_token_id": [3, 4, 5, 30, 6, 10]},
     "forced_bos_token_id": {"forced_bos_token_id": 20},
     "forced_eos_token_id": {"forced_eos_token_id": 4, "max_new_tokens": 5},
     "begin_suppress_tokens": {"begin_suppress_tokens": [30, 10, 5, 25, 38, 11]},
@@ -72,33 +71,12 @@ HISTORY: dict[str, dict[str, Any]] = {
     "synthid": {"watermarking_config": hf.SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
     "prefix_function": {"prefix_allowed_tokens_fn": allowed},
 }
-PENALTY = "the processor's prompt_ignore_length has a row per prompt, but it is called with a row per beam"
-MIN_NEW = "HF also sets min_length = padded length + min_new_tokens; MinLengthLogitsProcessor is not shifted back"
-ENCODER_PADS = "encoder_input_ids of the processor hold the padding of the batch"
-WATERMARK = "WatermarkLogitsProcessor looks at one row at a time, but is shown the padding"
-FAULTS = {
-    ("llama", "repetition_penalty", "beams"): PENALTY,
-    **{
-        ("llama", name, search): MIN_NEW
-        for name in ("min_new_tokens", "min_new_tokens_of_all_ends")
-        for search in SEARCHES
-    },
-    **{
-        (family, "encoder_repetition_penalty", search): ENCODER_PADS
-        for family in ("llama", "bart")
-        for search in SEARCHES
-    },
-    **{("llama", "encoder_no_repeat_ngram_size", search): ENCODER_PADS for search in SEARCHES},
-    ("bart", "encoder_no_repeat_ngram_size", "greedy"): ENCODER_PADS,
-    **{("llama", "watermark_of_a_context", search): WATERMARK for search in SEARCHES},
-}
 
 
 def cells() -> list[Any]:
     found = []
     for cell in itertools.product(("llama", "bart"), HISTORY, SEARCHES):
-        marks = [pytest.mark.xfail(strict=True, reason=FAULTS[cell])] if cell in FAULTS else []
-        found.append(pytest.param(*cell, marks=marks, id="-".join(cell)))
+        found.append(pytest.param(*cell, id="-".join(cell)))
     return found
 
 
@@ -154,9 +132,6 @@ def test_pad_id_0_fills_beams_with_0() -> None:
 
 NEGATIVE = torch.tensor([[PAD, PAD, PAD, 11, 20, 30, 31, 9, 14, 22]])
 HIDDEN = {"negative_prompt_ids": NEGATIVE, "negative_prompt_attention_mask": (NEGATIVE != PAD).long()}
-NO_MASKS = (
-    "the processor's own forward runs while the router is installed, and gets no mask: eager attention is not causal"
-)
 
 
 @pytest.mark.parametrize(
@@ -164,15 +139,10 @@ NO_MASKS = (
     [
         ("llama", {"do_sample": True, "num_return_sequences": 3}),
         ("bart", {"do_sample": True, "num_return_sequences": 3}),
-        *(
-            pytest.param(name, settings, marks=pytest.mark.xfail(strict=True, reason=NO_MASKS))
-            for name, settings in [
-                ("llama", HIDDEN),
-                ("gemma2", {"negative_prompt_ids": NEGATIVE}),
-                ("gpt_oss", {"negative_prompt_ids": NEGATIVE}),
-                ("mistral", {"negative_prompt_ids": NEGATIVE}),
-            ]
-        ),
+        ("llama", HIDDEN),
+        ("gemma2", {"negative_prompt_ids": NEGATIVE}),
+        ("gpt_oss", {"negative_prompt_ids": NEGATIVE}),
+        ("mistral", {"negative_prompt_ids": NEGATIVE}),
     ],
 )
 def test_guidance_computes_its_own_prompt_as_hf_does(family: str, settings: dict[str, Any]) -> None:
