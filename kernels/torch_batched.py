@@ -107,4 +107,5 @@ def _merge(a: Partial, b: Partial) -> Partial:
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """[rows, width, kv_heads, dim]; index_select is more than twice as fast as indexing with a matrix."""
-    return pool.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    gathered: torch.Tensor = pool.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return gathered

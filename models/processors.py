@@ -74,9 +74,10 @@ def _without_padding(processor: Any, mask: torch.Tensor | None, pad: int) -> Any
         return processor
     if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
         # HF has it ignore each prompt's padding; rows come without padding here.
-        ignored, padding = processor.prompt_ignore_length, mask.long().argmax(dim=1)
-        same = isinstance(ignored, torch.Tensor) and ignored.shape == padding.shape
-        if same and bool(((ignored == padding) | (ignored == 0)).all()):
+        ignored: Any = processor.prompt_ignore_length
+        padding = mask.long().argmax(dim=1)
+        per_prompt = isinstance(ignored, torch.Tensor) and ignored.shape == padding.shape
+        if per_prompt and torch.equal(torch.where(ignored == 0, padding, ignored), padding):
             processor = copy.copy(processor)
             processor.prompt_ignore_length = None
     elif type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:

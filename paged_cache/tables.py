@@ -59,7 +59,8 @@ class BlockTables:
 
     def unshared(self, seqs: Ids) -> Ids:
         """[seqs] blocks that each sequence would hold alone: those that its table names."""
-        return np.count_nonzero(self._blocks[seqs] >= 0, axis=1)
+        held: Ids = np.count_nonzero(self._blocks[seqs] >= 0, axis=1)
+        return held
 
     def slots_written(self, seqs: Ids) -> int:
         """Distinct physical slots that the tables of ``seqs`` have written."""

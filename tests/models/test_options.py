@@ -133,7 +133,6 @@ APPLIED: dict[str, Applied] = {
     "is_assistant": Applied(True, ("greedy",)),
     "assistant_confidence_threshold": Applied(0.15, ("greedy",), base={"is_assistant": True}),
 }
-FORCED_WORDS = "the error names `constraints`, the generation mode's other option, not the one that was given"
 REFUSED: dict[str, Refused] = {
     "use_mtp": Refused(True),
     "cache_implementation": Refused("static"),
@@ -151,7 +150,7 @@ REFUSED: dict[str, Refused] = {
     "dola_layers": Refused("low", ("greedy", "sample")),
     "num_beam_groups": Refused(3, ("beams", "beam sample")),
     "constraints": Refused([1]),
-    "force_words_ids": Refused([[7]], ALL, FORCED_WORDS),
+    "force_words_ids": Refused([[7]]),
     "prefill_chunk_size": Refused(2),
     "assistant_model": Refused(oracle_model(FAMILIES["bart"])),
     "synced_gpus": Refused(True),

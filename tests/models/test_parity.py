@@ -87,11 +87,11 @@ def _announced(cells: Iterator[Cell]) -> Iterator[Cell]:
 
 def test_global_generator_is_left_as_hf_leaves_it() -> None:
     family = FAMILIES["llama"]
-    inputs = family.prompts(5)
-    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12}
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, **family.prompts(5)}
+    model: Any = family.model
     states = []
-    for generate in (family.model.generate, partial(branchkv.generate, family.model)):
+    for generate in (model.generate, partial(branchkv.generate, model)):
         torch.manual_seed(3)
-        generate(**inputs, **options)
+        generate(**options)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
