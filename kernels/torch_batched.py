@@ -1,17 +1,13 @@
-"""The CPU implementation: shared runs as one product over all their rows, the rest gathered and batched."""
+"""The CPU implementation: shared runs as one product over all their rows, the rest gathered; one softmax over both."""
 
 from __future__ import annotations
 
 import torch
 
 from branchkv.kernels.options import AttentionOptions
-from branchkv.kernels.plan import AttentionPlan, RowSlots, SharedRun
+from branchkv.kernels.plan import AttentionPlan, SharedRun
 
 __all__ = ["torch_attention"]
-
-Partial = tuple[
-    torch.Tensor, torch.Tensor
-]  # output [rows, kv_heads, group, value_dim], its LSE [rows, kv_heads, group]
 
 
 def torch_attention(
@@ -21,88 +17,99 @@ def torch_attention(
     plan: AttentionPlan,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``branchkv.kernels.attention.attention``."""
+    """See ``branchkv.kernels.attention.attention``.
+
+    Scores are laid out as [rows, kv_heads, group, run tokens | own tokens]: a row is in at most one run, so one softmax
+    serves both parts and nothing has to be merged afterwards.
+    """
     rows, heads, key_dim = query.shape
     kv_heads = key_pool.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, key_dim)
-    bias = None
+    grouped = (query * options.scale).view(rows, kv_heads, heads // kv_heads, key_dim)
+    own_keys = _gather(key_pool, plan.own.slots).to(query.dtype).permute(0, 2, 3, 1)
+    own_scores = grouped @ own_keys  # [rows, kv_heads, group, own tokens]
+    shared = max((run.tokens for run in plan.runs), default=0)
+    scores = _with_runs(grouped, own_scores, key_pool, plan.runs, shared) if shared else own_scores
+    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     if options.bias is not None:
-        bias = options.bias[(None,) * (4 - options.bias.ndim)].expand(-1, heads, 1, -1)
-        bias = bias.reshape(bias.shape[0], kv_heads, heads // kv_heads, -1)
-    out, lse = _own_part(grouped, key_pool, value_pool, plan.own, options, bias)
+        scores = scores + _bias(options.bias, plan, shared, scores.shape)
+    unread = _unread(plan, shared)
+    if unread is not None:
+        scores = scores.masked_fill(unread[:, None, None, :], float("-inf"))
+    weights, lse = _softmax(scores, options.sinks)
+    weights = weights.to(query.dtype)
+    own_values = _gather(value_pool, plan.own.slots).to(query.dtype).transpose(1, 2)
+    out = weights[..., shared:] @ own_values
     for run in plan.runs:
-        part = _run_part(grouped[run.rows], key_pool, value_pool, run, options, bias)
-        out[run.rows], lse[run.rows] = _merge((out[run.rows], lse[run.rows]), part)
-    if options.sinks is not None:
-        with_sink = torch.logaddexp(lse, options.sinks.to(lse.dtype).view(1, kv_heads, -1))
-        out = out * torch.exp(lse - with_sink).unsqueeze(-1).to(out.dtype)
-        lse = with_sink
-    return out.to(query.dtype).reshape(rows, heads, -1), lse.reshape(rows, heads)
+        values = value_pool[run.slots].to(query.dtype).transpose(0, 1)  # [kv_heads, tokens, value_dim]
+        out[run.rows] += _unfold(_fold(weights[run.rows, ..., : run.tokens]) @ values, run)
+    return out.reshape(rows, heads, -1), lse.reshape(rows, heads)
 
 
-def _own_part(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    own: RowSlots,
-    options: AttentionOptions,
-    bias: torch.Tensor | None,
-) -> Partial:
-    """Attention of each row over its own slots, gathered; query [rows, kv_heads, group, key_dim]."""
-    keys = _gather(key_pool, own.slots).to(query.dtype).permute(0, 2, 3, 1)  # [rows, kv_heads, key_dim, width]
-    values = _gather(value_pool, own.slots).to(query.dtype).transpose(1, 2)
-    scores = _capped(query @ keys, options)
-    if bias is not None:
-        scores = scores + bias[..., bias.shape[-1] - own.width :]
-    if own.ragged:
-        scores = scores.masked_fill(own.padding()[:, None, None, :], float("-inf"))
-    return _softmax(scores, values)
+def _with_runs(
+    query: torch.Tensor, own: torch.Tensor, key_pool: torch.Tensor, runs: tuple[SharedRun, ...], shared: int
+) -> torch.Tensor:
+    """Scores of the runs in front of the rows' own; what stands where a row has no run is masked afterwards."""
+    parts = [
+        _unfold(_fold(query[run.rows]) @ key_pool[run.slots].to(query.dtype).permute(1, 2, 0), run) for run in runs
+    ]
+    if len(parts[0]) == len(own):
+        return torch.cat([parts[0], own], dim=-1)
+    scores = own.new_zeros((*own.shape[:3], shared + own.shape[3]))
+    for run, part in zip(runs, parts, strict=True):
+        scores[run.rows, ..., : run.tokens] = part
+    scores[..., shared:] = own
+    return scores
 
 
-def _run_part(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    run: SharedRun,
-    options: AttentionOptions,
-    bias: torch.Tensor | None,
-) -> Partial:
-    """Attention of the run's rows over its tokens, each read once; query [run rows, kv_heads, group, key_dim]."""
-    rows, kv_heads, group, key_dim = query.shape
-    keys = key_pool[run.slots].to(query.dtype).permute(1, 2, 0)  # [kv_heads, key_dim, tokens]
-    values = value_pool[run.slots].to(query.dtype).transpose(0, 1)
-    folded = query.transpose(0, 1).reshape(kv_heads, rows * group, key_dim)
-    scores = _capped(folded @ keys, options)
-    if bias is not None:
+def _unread(plan: AttentionPlan, shared: int) -> torch.Tensor | None:
+    """[rows, run tokens | own tokens] bool, True where a row reads nothing; None where every row reads everything."""
+    whole = not plan.runs or plan.runs[0].rows.stop - plan.runs[0].rows.start == plan.rows
+    if whole and not plan.own.ragged:
+        return None
+    unread = plan.own.slots.new_ones((plan.rows, shared + plan.own.width), dtype=torch.bool)
+    for run in plan.runs:
+        unread[run.rows, : run.tokens] = False
+    unread[:, shared:] = plan.own.padding()
+    return unread
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, kv_heads, group, n] -> [kv_heads, rows * group, n]: all rows of a run in one product per KV head."""
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(folded: torch.Tensor, run: SharedRun) -> torch.Tensor:
+    """The reverse of ``_fold``."""
+    return folded.unflatten(1, (run.rows.stop - run.rows.start, -1)).transpose(0, 1)
+
+
+def _bias(bias: torch.Tensor, plan: AttentionPlan, shared: int, shape: torch.Size) -> torch.Tensor:
+    """The bias in the layout of the scores [rows, kv_heads, group, run tokens | own tokens]."""
+    rows, kv_heads, group, _ = shape
+    bias = bias[(None,) * (4 - bias.ndim)].expand(-1, kv_heads * group, 1, -1)
+    bias = bias.reshape(bias.shape[0], kv_heads, group, -1).expand(rows, -1, -1, -1)
+    laid_out = bias.new_zeros(shape)
+    laid_out[..., shared:] = bias[..., bias.shape[-1] - plan.own.width :]
+    for run in plan.runs:
         first = bias.shape[-1] - run.from_end
-        part = bias[..., first : first + run.tokens].expand(-1, kv_heads, group, -1)
-        part = part[run.rows] if part.shape[0] > 1 else part.expand(rows, -1, -1, -1)
-        scores = scores + part.transpose(0, 1).reshape(scores.shape)
-    out, lse = _softmax(scores, values)
-    return out.view(kv_heads, rows, group, -1).transpose(0, 1), lse.view(kv_heads, rows, group).transpose(0, 1)
+        laid_out[run.rows, ..., : run.tokens] = bias[run.rows, ..., first : first + run.tokens]
+    return laid_out
 
 
-def _capped(scores: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32) * options.scale
-    return scores if options.softcap is None else torch.tanh(scores / options.softcap) * options.softcap
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the last dimension, and the log-sum-exp; with ``sinks`` one more logit per head in both.
 
-
-def _softmax(scores: torch.Tensor, values: torch.Tensor) -> Partial:
-    """Softmax over the last dimension and the weighted sum of values, with the log-sum-exp.
-
-    The LSE is read off the largest score and its weight, which spares a second pass of exponentials; that weight is at
-    least 1 / n, so nothing is lost.
+    The LSE is read off the largest score and its weight, which spares a pass of exponentials; that weight is at least
+    1 / n, so nothing is lost.
     """
     weights = scores.softmax(dim=-1)
     lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()
-    return weights.to(values.dtype) @ values, lse
-
-
-def _merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of tokens, from the attention over each."""
-    lse = torch.logaddexp(a[1], b[1])
-    weight_a, weight_b = ((part[1] - lse).exp().unsqueeze(-1).to(a[0].dtype) for part in (a, b))
-    return a[0] * weight_a + b[0] * weight_b, lse
+    if sinks is None:
+        return weights, lse
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, lse.shape[1], -1))
+    return weights * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
 
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

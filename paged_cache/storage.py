@@ -88,7 +88,7 @@ class KVStorage:
         source, target = torch.from_numpy(copies.source), torch.from_numpy(copies.target)
         for tensor in (pool.keys, pool.values):
             blocks = tensor[: self._null_slot].unflatten(0, (self.capacity, self.block_size))
-            blocks[target.to(tensor.device)] = blocks[source.to(tensor.device)]
+            blocks.index_copy_(0, target.to(tensor.device), blocks.index_select(0, source.to(tensor.device)))
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self._null_slot + 1, like.shape[-3], like.shape[-1])

@@ -45,11 +45,11 @@ def random_language(vocabulary: int, seed: int, spread: float = 2.0) -> Language
 
 @dataclass(frozen=True)
 class Seen:
-    """One forward: the prompt of each row, each row's tokens, and the blocks held when it ran."""
+    """One forward: the prompt of each row, each row's tokens, and the blocks of each kind held when it ran."""
 
     prompts: tuple[int, ...]
     histories: tuple[Tokens, ...]
-    held: int
+    held: dict[str, int]
 
 
 class FakeModel:
@@ -82,7 +82,7 @@ class FakeModel:
         histories = {kind: self._read_back(kind, tokens, write) for kind, write in writes.items()}
         for full, tail in zip(histories["full"], histories["window"], strict=True):
             assert full[-WINDOW:] == tail[-WINDOW:], "the kinds disagree about a row"
-        self.seen.append(Seen(tuple(prompts.tolist()), tuple(histories["full"]), self._cache.held["full"]))
+        self.seen.append(Seen(tuple(prompts.tolist()), tuple(histories["full"]), self._cache.held))
         return torch.stack([self._language(history) for history in histories["full"]])
 
     def _read_back(self, kind: str, tokens: list[int], write: Writes) -> list[Tokens]:

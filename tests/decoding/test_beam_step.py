@@ -141,6 +141,12 @@ def test_never_waits_where_the_heuristic_gives_up() -> None:
     assert ended == {False: True, True: True, "never": False}
 
 
+def test_a_beam_that_can_only_draw_level_is_given_up() -> None:
+    result = advance(start(1, 9), torch.tensor([[[-2.0, -2.0]]]), make_rule(1, 0.0))
+    assert [float(beam.score) for beam in finished(result.state) + running(result.state)] == [-2.0, -2.0]
+    assert result.ended.tolist() == [True]
+
+
 def test_a_prompt_that_gave_up_takes_nothing_more() -> None:
     rule = make_rule(1, 0.0, False)
     first = advance(start(1, 9), torch.tensor([[[-1.0, -2.0]]]), rule)

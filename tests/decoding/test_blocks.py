@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from branchkv.decoding.draws import StreamDraws
-from branchkv.tests.decoding.fake_model import Tokens, decode, make_cache
+from branchkv.tests.decoding.fake_model import WINDOW, Tokens, decode, make_cache
 from branchkv.tests.decoding.searches import LANGUAGE, PROMPTS, beam_searcher, sample_searcher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,9 +25,9 @@ def test_beams_hold_one_block_per_distinct_prefix(block_size: int) -> None:
         prefixes: dict[int, set[tuple[int, Tokens]]] = defaultdict(set)
         for prompt, text in zip(seen.prompts, seen.histories, strict=True):
             prefixes[prompt] |= {(start, text[: start + block_size]) for start in range(0, len(text), block_size)}
-        assert seen.held == sum(map(len, prefixes.values()))
+        assert seen.held["full"] == sum(map(len, prefixes.values()))
         unshared.append(sum(-(-len(text) // block_size) for text in seen.histories))
-    held = [seen.held for seen in run.model.seen]
+    held = [seen.held["full"] for seen in run.model.seen]
     unshared[0] *= 5  # from the prefill on a prompt counts as its beams
     stats = run.cache.stats.result().by_kind["full"]
     assert (stats.peak_blocks, stats.peak_blocks_unshared) == (max(held), max(unshared))
@@ -52,13 +52,25 @@ def test_samples_share_the_full_blocks_of_their_prompt(block_size: int, drawn: b
             else:
                 full = len(PROMPTS[prompt]) // block_size
                 expected += full + samples * (-(-length // block_size) - full)
-        assert seen.held == expected
+        assert seen.held["full"] == expected
+
+
+@block_sizes
+def test_what_has_left_the_window_is_given_back(block_size: int) -> None:
+    """A row holds at most the blocks that the windows of its newest token and of the one before it touch."""
+    run = decode(LANGUAGE, PROMPTS, beam_searcher(num_beams=5), make_cache(block_size))
+    touched = WINDOW // block_size + 2 if block_size > 1 else WINDOW + 1
+    for seen in run.model.seen[1:]:
+        assert seen.held["window"] <= touched * len(seen.histories)
+        assert seen.held["window"] <= seen.held["full"]
+    if block_size < 3:
+        assert run.model.seen[-1].held["window"] < run.model.seen[-1].held["full"]
 
 
 def test_a_block_that_is_at_least_the_whole_text_saves_only_in_the_prefill() -> None:
     run = decode(LANGUAGE, PROMPTS, beam_searcher(num_beams=5), make_cache(block_size=64))
-    assert [seen.held for seen in run.model.seen[1:]] == [len(seen.histories) for seen in run.model.seen[1:]]
-    assert run.model.seen[0].held == len(PROMPTS)
+    assert [seen.held["full"] for seen in run.model.seen[1:]] == [len(seen.histories) for seen in run.model.seen[1:]]
+    assert run.model.seen[0].held["full"] == len(PROMPTS)
 
 
 @block_sizes

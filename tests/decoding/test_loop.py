@@ -81,6 +81,35 @@ def test_processors_see_the_text_of_each_row(search: Callable[..., Search]) -> N
 
 
 @searches
+def test_the_whole_layout_keeps_the_lanes_of_prompts_that_left(search: Callable[..., Search]) -> None:
+    """A lane that has ended stays as it was and is filled; its text is one that the prompt could have had."""
+    width, fill, longest = search().width, 99, max(LENGTHS)
+    layouts: list[list[list[int]]] = []
+
+    def watch(history: History, scores: torch.Tensor) -> torch.Tensor:
+        layouts.append(history.full(fill).tolist())
+        return scores
+
+    run = decode(LANGUAGE, PROMPTS, search(processors=[watch]))
+    left = 0
+    for step, (before, after) in enumerate(pairwise(layouts), start=1):
+        assert len(after) == width * len(PROMPTS)
+        for place, row in enumerate(after):
+            prompt = place // width
+            assert len(row) == longest + step
+            assert tuple(row[longest - LENGTHS[prompt] : longest]) == PROMPTS[prompt]
+            if prompt not in run.model.seen[step].prompts:
+                left += 1
+                if prompt in run.model.seen[step - 1].prompts:
+                    earlier = [text[: longest + step - 1] for text in before[prompt * width : (prompt + 1) * width]]
+                    assert row[:-1] in earlier
+                    assert row[-1] != fill
+                else:
+                    assert row == [*before[place], fill]
+    assert left > 4
+
+
+@searches
 def test_criteria_see_each_choice_behind_its_prompt(search: Callable[..., Search]) -> None:
     longest = max(LENGTHS)
     asked: list[list[int]] = []

@@ -128,9 +128,11 @@ def filling(value: float, after: int, prompt: int = 2) -> Callable[[History, tor
 
 
 @searches
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_processed_scores_without_a_choice_name_prompt_and_step(value: float, search: Callable[..., Search]) -> None:
-    with pytest.raises(NumericalError) as error:
+@pytest.mark.parametrize(("value", "reason"), [(math.nan, "contain nan"), (-math.inf, r"banned \(-inf\)")])
+def test_processed_scores_without_a_choice_name_prompt_and_step(
+    value: float, reason: str, search: Callable[..., Search]
+) -> None:
+    with pytest.raises(NumericalError, match=reason) as error:
         decode(LANGUAGE, PROMPTS, search(eos=(), processors=[filling(value, after=2)]))
     assert (error.value.prompt, error.value.step) == (2, 2)
 

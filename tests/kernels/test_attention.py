@@ -66,8 +66,8 @@ def test_both_implementations(heads: tuple[int, int], dims: tuple[int, int], opt
 @pytest.mark.parametrize("run", [reference_attention, torch_attention])
 @pytest.mark.parametrize("option", ["plain", "everything"])
 def test_every_precision_is_as_good_as_eager(option: str, run: Any, dtype: torch.dtype) -> None:
-    for seed in range(5):
-        assert_as_good_as_eager(problem(seed, dims=(64, 64), option=option, dtype=dtype), run, dtype)
+    for seed, dim in enumerate((64, 80, 17, 64, 80)):
+        assert_as_good_as_eager(problem(seed, dims=(dim, dim), option=option, dtype=dtype), run, dtype)
 
 
 @pytest.mark.parametrize("run", [reference_attention, torch_attention])
