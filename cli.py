@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def main() -> None:
     try:
         app()
     except (BranchKVError, ValueError, TypeError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         errors.print("interrupted", style="red")
@@ -73,7 +74,7 @@ def generate(  # one parameter per option: this is how typer describes a command
 ) -> None:
     """Decode one prompt and say what sharing its K/V saved."""
     text = _read_prompt(prompt, file)
-    kv = KVConfig(
+    kv = _kv_config(
         block_size=block_size, num_blocks=num_blocks, memory=memory, attention=attention,
         trace=None if trace is None else str(trace),
     )  # fmt: skip
@@ -132,11 +133,22 @@ def _early_stopping(text: str | None) -> bool | str | None:
     return values[text.lower()]
 
 
+def _kv_config(**fields: Any) -> KVConfig:
+    try:
+        return KVConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _load(model: str, dtype: str, device: str, threads: int | None, trust_remote_code: bool) -> LoadedModel:
     import torch
 
     from branchkv.models.loading import load
 
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     if threads is not None:
         torch.set_num_threads(threads)
     return load(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -157,11 +169,16 @@ def _decode(
     return {
         "prompt_tokens": int(inputs["input_ids"].shape[1]),
         "outputs": [
-            {"text": loaded.decode(row[start:]), "score": None if scores is None else float(scores[place])}
+            {"text": loaded.decode(row[start:]), "score": _finite(None if scores is None else float(scores[place]))}
             for place, row in enumerate(output.sequences)
         ],
         "kv": output.kv.to_dict(),
     }
+
+
+def _finite(score: float | None) -> float | None:
+    """JSON has no infinity: a row that cannot be reached has no score."""
+    return score if score is not None and math.isfinite(score) else None
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -106,13 +106,12 @@ def _row(mode: str, result: Comparison) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]], prompt: int) -> Table:
     table = Table(title=f"SmolLM2-135M-Instruct, prompt of {prompt} tokens, {NEW_TOKENS} new tokens")
-    headings = ("", "engine", "same tokens", "seconds", "tokens/s", "peak KV", "blocks saved", "blocks copied")
+    headings = ("", "same tokens", "seconds", "tok/s", "peak KV", "blocks saved", "copied")
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < 2 else "right")
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
     for row in rows:
         table.add_row(
-            row["mode"],
-            "HF generate",
+            f"{row['mode']}, HF",
             "",
             f"{row['hf_seconds']:.1f}",
             f"{row['hf_tokens_per_second']:.0f}",
@@ -121,13 +120,12 @@ def _table(rows: list[dict[str, Any]], prompt: int) -> Table:
             "",
         )
         table.add_row(
-            "",
-            "branchkv",
+            f"{row['mode']}, branchkv",
             "yes" if row["same_tokens"] else "NO",
             f"{row['branchkv_seconds']:.1f}",
             f"{row['branchkv_tokens_per_second']:.0f}",
             f"{row['branchkv_peak_kv_bytes'] / 1e6:.0f} MB",
-            f"{row['blocks_saved']} of {row['blocks_unshared']}",
+            f"{row['blocks_saved']}/{row['blocks_unshared']}",
             str(row["blocks_copied"]),
             end_section=True,
         )

@@ -82,7 +82,8 @@ def _fold(rows: torch.Tensor) -> torch.Tensor:
 
 def _unfold(folded: torch.Tensor, run: SharedRun) -> torch.Tensor:
     """The reverse of ``_fold``."""
-    return folded.unflatten(1, (run.rows.stop - run.rows.start, -1)).transpose(0, 1)
+    rows: torch.Tensor = folded.unflatten(1, (run.rows.stop - run.rows.start, -1)).transpose(0, 1)
+    return rows
 
 
 def _bias(bias: torch.Tensor, plan: AttentionPlan, shared: int, shape: torch.Size) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ class DecodingCall:
         self._search = self._make_search(ends, limits)
         plan = check_model(model)
         self._log = EventLog() if settings.kv.trace else None
+        if isinstance(settings.kv.trace, (str, os.PathLike)):
+            Path(settings.kv.trace).touch()  # an unwritable path fails now, not after the decoding
         self._manager = CacheManager(
             settings.kv.block_size, plan.windows, make_budget(settings.kv, model.device), self._log
         )

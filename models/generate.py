@@ -12,6 +12,7 @@ import torch
 
 from branchkv.config import KVConfig
 from branchkv.decoding.step import Step
+from branchkv.errors import UnsupportedOptionError
 from branchkv.models.call import DecodingCall, Settings
 from branchkv.models.options import check_kv, check_options
 from branchkv.models.prompts import clean_prompts, unexpand
@@ -57,8 +58,9 @@ def generate(
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_call(model, kwargs)
     _start_empty(model, kwargs)
+    prompt_ids = _left_pad(model, kwargs)
     watchers = Watchers(on_step, on_stats, kwargs.get("streamer"))
-    runner = _Runner(kv, seed, watchers, given_length=_given_length(model, kwargs))
+    runner = _Runner(kv, seed, watchers, given_length=_given_length(model, kwargs), prompt_ids=prompt_ids)
     with _prepared_for_us(model, kwargs.get("tokenizer")):
         # type(model), since an instance attribute may be our own (branchkv.paged)
         output = type(model).generate(model, custom_generate=runner, **kwargs)
@@ -119,8 +121,17 @@ class Watchers:
 class _Runner:
     """The ``custom_generate`` callable of one call; afterwards ``stats`` holds what the cache did."""
 
-    def __init__(self, kv: KVConfig, seed: int | None, watchers: Watchers, *, given_length: bool) -> None:
+    def __init__(
+        self,
+        kv: KVConfig,
+        seed: int | None,
+        watchers: Watchers,
+        *,
+        given_length: bool,
+        prompt_ids: torch.Tensor | None = None,
+    ) -> None:
         self._kv, self._seed, self._watchers, self._given_length = kv, seed, watchers, given_length
+        self._prompt_ids = prompt_ids
         self.stats: KVStats | None = None
 
     def __call__(
@@ -135,8 +146,11 @@ class _Runner:
         check_options(generation_config, dict(model_kwargs, cache=None, past_key_values=None))
         for name in ("cache", "past_key_values"):
             model_kwargs.pop(name, None)  # HF's empty cache
-        prompt_ids = input_ids
+        prompt_ids = input_ids if self._prompt_ids is None else self._prompt_ids
         lengths: tuple[int, ...] = (input_ids.shape[1],) * len(input_ids)
+        mask = model_kwargs.get("decoder_attention_mask")
+        if mask is not None and not bool(mask.all()):
+            raise UnsupportedOptionError("decoder_attention_mask", "padded decoder prompts are not implemented")
         if not model.config.is_encoder_decoder:
             bos = generation_config.bos_token_id
             input_ids, lengths, model_kwargs = clean_prompts(input_ids, model_kwargs, _first(bos))
@@ -219,15 +233,41 @@ def _start_empty(model: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("input_ids: expected at least one prompt, got a batch of 0")
     if ids.shape[1] > 0:
         return
-    configs = (kwargs.get("generation_config"), model.generation_config)
-    candidates = (kwargs.get("bos_token_id"), *(getattr(config, "bos_token_id", None) for config in configs))
-    bos = next((_first(token) for token in candidates if token is not None), None)
+    bos = _bos(model, kwargs)
     if model.config.is_encoder_decoder:
         raise ValueError("input_ids: prompt 0 is empty; an encoder needs at least one token")
     if bos is None:
         raise ValueError("input_ids: prompt 0 is empty and the model has no bos_token_id to start it with")
     kwargs[name] = ids.new_full((len(ids), 1), bos)
     kwargs.pop("attention_mask", None)
+
+
+def _left_pad(model: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Repack the prompts in ``kwargs`` where a given mask is not plain left padding, before HF builds on them.
+
+    Returns the ids as they were given, None if nothing was changed.
+    """
+    name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
+    ids = kwargs.get(name)
+    if model.config.is_encoder_decoder or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return None
+    if not isinstance(kwargs.get("attention_mask"), torch.Tensor) or kwargs.get("inputs_embeds") is not None:
+        return None
+    bos = _bos(model, kwargs)
+    others = {key: value for key, value in kwargs.items() if key != name}
+    packed, _, others = clean_prompts(ids, others, bos)
+    if packed is ids:
+        return None
+    kwargs.update(others)
+    kwargs[name] = packed
+    return ids
+
+
+def _bos(model: Any, kwargs: dict[str, Any]) -> int | None:
+    """The BOS that the call, its config or the model's own states."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    candidates = (kwargs.get("bos_token_id"), *(getattr(config, "bos_token_id", None) for config in configs))
+    return next((_first(token) for token in candidates if token is not None), None)
 
 
 def _check_seed(seed: object) -> None:

@@ -79,6 +79,10 @@ def check_options(config: Any, arguments: Mapping[str, Any]) -> None:
         raise UnsupportedOptionError(*_MODES[mode])
     if config.cache_implementation not in (None, "dynamic"):
         raise UnsupportedOptionError("cache_implementation", "the cache is always branchkv's paged one")
+    for name in ("num_beams", "num_return_sequences"):
+        count = getattr(config, name)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name}: expected an integer of at least 1, got {count!r}")
     beams = config.num_beams or 1
     if beams > 1:
         _check_beams(config, arguments)

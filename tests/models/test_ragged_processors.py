@@ -106,13 +106,9 @@ def with_pads_as_words(batch: dict[str, Tensor]) -> None:
 
 
 LAYOUTS = {"right": shifted_right, "holes": with_holes, "pads as words": with_pads_as_words}
-UNMOVED = "clean_prompts moves the mask and the ids, but not the ids that HF's processors were built with"
 PAD_WORDS = "n-grams with the pad's id are taken out of encoder_no_repeat_ngram_size, also where the mask says word"
 FAULTS = {
-    ("holes", "repetition_penalty"): UNMOVED,
-    ("right", "encoder_repetition_penalty"): UNMOVED,
-    ("holes", "encoder_repetition_penalty"): UNMOVED,
-    ("holes", "encoder_no_repeat_ngram_size"): UNMOVED,
+    ("holes", "encoder_no_repeat_ngram_size"): PAD_WORDS,
     ("pads as words", "encoder_no_repeat_ngram_size"): PAD_WORDS,
 }
 
