@@ -72,7 +72,7 @@ class KVConfig:
         _one_of("attention", self.attention, _ATTENTION)
         _one_of("preemption", self.preemption, _PREEMPTION)
         if self.num_blocks is not None and self.memory is not None:
-            raise ValueError(f"num_blocks, memory: expected one of the two, got {self.num_blocks} and {self.memory!r}")
+            raise ValueError(f"memory: expected None beside num_blocks = {self.num_blocks}, got {self.memory!r}")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise ValueError(f"dtype: expected a floating point torch.dtype, got {self.dtype!r}")
         if not isinstance(self.prefix_caching, bool):

@@ -144,7 +144,7 @@ def test_a_fraction_too_small_is_refused() -> None:
 
 
 def test_one_limit_at_a_time() -> None:
-    with pytest.raises(ValueError, match="num_blocks, memory: expected one of the two"):
+    with pytest.raises(ValueError, match="memory: expected None beside num_blocks"):
         KVConfig(num_blocks=10**6, memory="1KB")
 
 
