@@ -97,7 +97,6 @@ def test_accepts(fields: dict[str, Any]) -> None:
         ({"block_size": "16"}, TypeError),
         ({"block_size": True}, TypeError),
         ({"block_size": None}, TypeError),
-        ({"memory": "8GiB", "num_blocks": 3}, ValueError),
         ({"num_blocks": 0}, ValueError),
         ({"num_blocks": -1}, ValueError),
         ({"num_blocks": 2.5}, TypeError),
