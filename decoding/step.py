@@ -19,7 +19,8 @@ class Step:
     """The rows that go on. Host integers, but for the tokens.
 
     Attributes:
-        parents: [rows] row of the step before that each row continues.
+        parents: [rows] row of the step before that each row continues; in the first step, whose rows are the prompts'
+            lanes, ``prompt * width + lane``.
         prompts: [rows] prompt of each row, ascending.
         tokens: [rows] token that each row goes on with, on the device.
         chosen: [places] token chosen for every lane of the call, -1 for those that had ended before; None where the

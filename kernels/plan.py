@@ -1,6 +1,7 @@
 """What one step reads: which runs of blocks several rows share, and what each row reads for itself.
 
-The plan is made once a step from block tables and lengths alone, and serves every layer of that kind.
+The plan is made once a step from block tables and lengths alone, and serves every layer of that kind. Sharing has one
+level: for adjacent rows of equal length, the prefix that all of them have in common, prompt and generated tokens alike.
 """
 
 from __future__ import annotations
