@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BranchKVError",
+    "InvalidArgumentError",
     "NumericalError",
     "OutOfBlocksError",
     "UnsupportedModelError",
@@ -13,6 +14,25 @@ __all__ = [
 
 class BranchKVError(Exception):
     """Base of every error that branchkv raises on its own account."""
+
+
+class InvalidArgumentError(BranchKVError, ValueError):
+    """An argument that does not fit the others.
+
+    Attributes:
+        argument: its name.
+        expected: what it has to be.
+        got: what it is.
+    """
+
+    def __init__(self, argument: str, expected: str, got: str) -> None:
+        super().__init__(f"{argument}: expected {expected}, got {got}")
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+
+    def __reduce__(self) -> tuple[type[InvalidArgumentError], tuple[str, str, str]]:
+        return type(self), (self.argument, self.expected, self.got)
 
 
 class OutOfBlocksError(BranchKVError):
