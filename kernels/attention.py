@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from branchkv.errors import UnsupportedOptionError
+from branchkv.errors import InvalidArgumentError, UnsupportedOptionError
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.kernels.reference import reference_attention
-from branchkv.kernels.torch_batched import torch_attention
+from branchkv.kernels.torch_forked import torch_attention
 
 __all__ = ["Implementation", "attention", "implementation"]
 
 Implementation = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, AttentionOptions], tuple[torch.Tensor, torch.Tensor]
 ]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def implementation(name: str) -> Implementation:
@@ -51,7 +54,8 @@ def attention(
         key_pool: [slots, kv_heads, key_dim]; value_pool: [slots, kv_heads, value_dim]. ``query_heads`` is a multiple of
             ``kv_heads``; slots that no row names may hold anything, NaN included.
         plan: which slots each row reads; ``rows`` must match ``query``.
-        options: scale, soft cap, sinks, bias. The bias is right-aligned: its last column belongs to the newest token.
+        options: scale, soft cap, sinks, bias, ALiBi. The bias is right-aligned: its last column belongs to the newest
+            token of a row's sequence.
         run: the implementation, from ``implementation``.
 
     Returns:
@@ -59,22 +63,52 @@ def attention(
         [rows, query_heads] in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes that do not fit together, named with expected and got.
+        InvalidArgumentError: shapes, dtypes, devices or strides that do not fit together, or a table that names slots
+            beyond the pools; named with expected and got, before anything runs.
     """
-    _check("query", query.shape[0], plan.rows, "rows of the plan")
-    _check("query", query.shape[-1], key_pool.shape[-1], "key_dim of key_pool")
-    _check("value_pool", value_pool.shape[1], key_pool.shape[1], "kv_heads of key_pool")
-    if query.shape[1] % key_pool.shape[1]:
-        raise ValueError(f"query: expected a multiple of {key_pool.shape[1]} heads, got {query.shape[1]}")
-    if options.bias is not None and options.bias.shape[-1] < plan.most:
-        raise ValueError(f"bias: expected at least {plan.most} columns, got {options.bias.shape[-1]}")
-    if options.sinks is not None and options.sinks.shape != query.shape[1:2]:
-        raise ValueError(
-            f"sinks: expected {query.shape[1]} values, one per query head, got shape {list(options.sinks.shape)}"
-        )
+    _check_tensors(query, key_pool, value_pool)
+    _check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
+    slots = (plan.largest_block + 1) * plan.block_size
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        enough = pool.shape[0] >= max(slots, plan.null_slot + 1)
+        _check(name, enough, f"at least {max(slots, plan.null_slot + 1)} slots, which the plan names", pool.shape[0])
+    _check_options(options, query, plan)
     return run(query, key_pool, value_pool, plan, options)
 
 
-def _check(name: str, got: int, expected: int, what: str) -> None:
-    if got != expected:
-        raise ValueError(f"{name}: expected {expected} ({what}), got {got}")
+def _check_tensors(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+    for name, tensor in (("query", query), ("key_pool", key_pool), ("value_pool", value_pool)):
+        _check(name, tensor.ndim == 3, "3 dimensions", list(tensor.shape))
+        _check(name, tensor.dtype in _DTYPES, "float16, bfloat16, float32 or float64", tensor.dtype)
+        _check(name, tensor.device == query.device, f"a tensor on {query.device}, as query", tensor.device)
+        _check(name, min(tensor.shape[1:]) >= 1, "heads and head size of at least 1", list(tensor.shape))
+        _check(name, tensor.shape[2] == 1 or tensor.stride(2) == 1, "a stride of 1 within a head", tensor.stride())
+    kv_heads, key_dim = key_pool.shape[1:]
+    _check("query", query.shape[2] == key_dim, f"head size {key_dim}, as key_pool", query.shape[2])
+    _check("query", query.shape[1] % kv_heads == 0, f"a multiple of {kv_heads} heads", query.shape[1])
+    _check("value_pool", value_pool.shape[1] == kv_heads, f"{kv_heads} heads, as key_pool", value_pool.shape[1])
+    _check("value_pool", value_pool.dtype == key_pool.dtype, f"{key_pool.dtype}, as key_pool", value_pool.dtype)
+
+
+def _check_options(options: AttentionOptions, query: torch.Tensor, plan: AttentionPlan) -> None:
+    heads = query.shape[1]
+    for name, values in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
+        if values is not None:
+            _check(name, values.shape == (heads,), f"{heads} values, one per query head", list(values.shape))
+            _check(name, values.device == query.device, f"a tensor on {query.device}, as query", values.device)
+    if options.softcap is not None:
+        _check("softcap", options.softcap > 0, "more than 0, or None", options.softcap)
+    if options.bias is None:
+        return
+    shape = (1,) * (4 - options.bias.ndim) + tuple(options.bias.shape)
+    _check("bias", len(shape) == 4, "at most 4 dimensions", list(options.bias.shape))
+    _check("bias", options.bias.device == query.device, f"a tensor on {query.device}, as query", options.bias.device)
+    _check("bias", shape[0] in (1, plan.rows), f"1 or {plan.rows} rows", shape[0])
+    _check("bias", shape[1] in (1, heads), f"1 or {heads} heads", shape[1])
+    _check("bias", shape[2] == 1, "1 query per row", shape[2])
+    _check("bias", shape[3] >= plan.most, f"at least {plan.most} columns", shape[3])
+
+
+def _check(argument: str, holds: bool, expected: str, got: Any) -> None:
+    if not holds:
+        raise InvalidArgumentError(argument, expected, str(got))

@@ -1,86 +1,154 @@
-"""What one step reads: which runs of blocks several rows share, and what each row reads for itself.
-
-The plan is made once a step from block tables and lengths alone, and serves every layer of that kind. Sharing has one
-level: for adjacent rows of equal length, the prefix that all of them have in common, prompt and generated tokens alike.
-"""
+"""What one step reads: made on the host from block tables and lengths alone, used by all layers of one kind."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-__all__ = ["AttentionPlan", "RowSlots", "SharedRun", "make_plan", "row_slots"]
+from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.cost import GPU_COST, CostModel
+from branchkv.kernels.cpu_layout import CPULayout, cpu_layout
+from branchkv.kernels.packing import Packing
+from branchkv.kernels.sharing import plain_runs, shared_runs
+from branchkv.kernels.tree import Ints, Nodes, Sequences, find_nodes, sort_rows, visible
+from branchkv.kernels.work import WorkItems, alignment, best_cut, make_work
 
-Ints = npt.NDArray[np.int64]
-
-# A run is read on its own when that spares gathering this many (row, token) pairs: a run costs about 60 microseconds of
-# operator calls, a gathered pair 0.3 (3 heads of 64, fp32; benchmarks/cpu_generate.py).
-MIN_RUN = 256
-
-
-@dataclass(frozen=True)
-class RowSlots:
-    """Slots that each row reads for itself, right-aligned: the newest token is in the last column.
-
-    Attributes:
-        slots: [rows, width] int64 slot of each token; the pool's null slot where a row has no token.
-        starts: [rows] int64 first valid column of each row.
-        ragged: whether any row has fewer tokens than ``width``.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor
-    ragged: bool
-
-    @property
-    def width(self) -> int:
-        """Most tokens that any row reads."""
-        return self.slots.shape[1]
-
-    def padding(self) -> torch.Tensor:
-        """[rows, width] bool, True where a row has no token."""
-        return torch.arange(self.width, device=self.slots.device) < self.starts[:, None]
+__all__ = ["AttentionPlan", "make_plan", "make_sequences"]
 
 
-@dataclass(frozen=True)
-class SharedRun:
-    """Consecutive tokens that all of some adjacent rows read.
-
-    Attributes:
-        rows: the rows.
-        slots: [tokens] int64 slots, or a slice of the pool where the blocks lie in one physical run.
-        tokens: number of tokens.
-        from_end: distance of the run's first token from the end of its rows, which are equally long.
-    """
-
-    rows: slice
-    slots: torch.Tensor | slice
-    tokens: int
-    from_end: int
-
-
-@dataclass(frozen=True)
 class AttentionPlan:
-    """One query token per row, the row's newest. Every token a row sees is in exactly one run or in its own slots.
+    """Which tokens the query rows of a step read, and which of them several rows read together.
+
+    A sequence, a row of the block table, has one or more new tokens; each is a query row. Rows are numbered sequence by
+    sequence, oldest first. A row of length L sees the positions [max(0, L - window), L).
+
+    Args:
+        sequences: the tables, with -1 where nothing is seen.
+        order: [sequences] sorted place -> sequence.
+        nodes: the tree of the sorted tables.
+        null_slot: slot that reads as zero.
+        device: where the tensors go.
+        cost: the device's cost model.
 
     Attributes:
-        runs: runs read once for several rows.
-        own: the rest, row by row; never empty, since the newest token is there.
-        most: most tokens that any row sees, runs included.
+        sequences, order, nodes, null_slot, device: as given.
+        block_size, window: of the sequences.
     """
 
-    runs: tuple[SharedRun, ...]
-    own: RowSlots
-    most: int
+    def __init__(
+        self,
+        sequences: Sequences,
+        order: Ints,
+        nodes: Nodes,
+        null_slot: int,
+        device: torch.device | None = None,
+        cost: CostModel = GPU_COST,
+    ) -> None:
+        self.sequences, self.sequence_order, self.nodes = sequences, order, nodes
+        self.null_slot, self.device, self._cost = null_slot, device, cost
+        self.block_size, self.window = sequences.block_size, sequences.window
+        self._work: dict[Packing, WorkItems] = {}
 
     @property
     def rows(self) -> int:
         """Number of query rows."""
-        return self.own.slots.shape[0]
+        return len(self.row_lengths)
+
+    @cached_property
+    def row_lengths(self) -> Ints:
+        """[rows] tokens up to each row's own, on the host."""
+        queries = self.sequences.queries
+        last = np.cumsum(queries)
+        lengths: Ints = np.repeat(self.sequences.ends - last, queries) + np.arange(1, int(queries.sum()) + 1)
+        return lengths
+
+    @cached_property
+    def row_order(self) -> Ints:
+        """[rows] sorted place -> query row, on the host; the rows of a sequence stay together."""
+        queries = self.sequences.queries
+        starts = np.cumsum(queries) - queries
+        sizes = queries[self.sequence_order]
+        before = np.cumsum(sizes) - sizes
+        rows: Ints = np.repeat(starts[self.sequence_order] - before, sizes) + np.arange(int(sizes.sum()))
+        return rows
+
+    @cached_property
+    def most(self) -> int:
+        """Most positions from the first that any row of a sequence sees to the end of the sequence."""
+        return int((self.sequences.ends - self.sequences.firsts).max(initial=0))
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Largest block id that is read; -1 where nothing is."""
+        return int(self.sequences.tables.max(initial=-1))
+
+    @cached_property
+    def tables(self) -> torch.Tensor:
+        """[sequences, columns] int32 block ids, -1 where nothing is seen."""
+        return self._upload(self.sequences.tables)
+
+    @cached_property
+    def sequence(self) -> torch.Tensor:
+        """[rows] int32 sequence of each query row."""
+        queries = self.sequences.queries
+        return self._upload(np.repeat(np.arange(len(queries)), queries))
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[rows] int32 tokens up to each row's own."""
+        return self._upload(self.row_lengths)
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """[rows] int32 tokens of each row's sequence."""
+        return self._upload(np.repeat(self.sequences.ends, self.sequences.queries))
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """[rows] int32 sorted place -> query row."""
+        return self._upload(self.row_order)
+
+    @cached_property
+    def cpu_layout(self) -> CPULayout:
+        """The plan as the CPU implementation reads it."""
+        return cpu_layout(self.sequences, self.sequence_order, self.nodes, null_slot=self.null_slot, device=self.device)
+
+    @property
+    def cost(self) -> CostModel:
+        """The device's cost model."""
+        return self._cost
+
+    def work(self, packing: Packing) -> WorkItems:
+        """The work items of a kernel: shared where that is modelled to end earlier, else as if nothing were shared."""
+        if packing not in self._work:
+            align = alignment(self.block_size)
+            runs = shared_runs(self.sequences, self.sequence_order, self.nodes, packing, self._cost)
+            cut, time = best_cut(runs, packing, self._cost, align)
+            if bool((runs.count > self.sequences.queries.max(initial=1)).any()):
+                alone = plain_runs(self.sequences, self.sequence_order)
+                plain_cut, plain_time = best_cut(alone, packing, self._cost, align)
+                if plain_time <= time:
+                    runs, cut = alone, plain_cut
+            work = make_work(runs, self.row_order, packing, self._cost, cut)
+            self._work[packing] = work.to(self.device)
+        return self._work[packing]
+
+    def with_ends(self, ends: Ints) -> AttentionPlan:
+        """The plan for other lengths in the same blocks: items end at block ends, so they stay as they are."""
+        old = self.sequences
+        sequences = Sequences(old.tables, ends, old.queries, old.block_size, old.window)
+        plan = AttentionPlan(sequences, self.sequence_order, self.nodes, self.null_slot, self.device, self._cost)
+        plan._work = self._work
+        for name in ("tables", "sequence", "order", "row_order", "largest_block"):
+            if name in self.__dict__:
+                plan.__dict__[name] = self.__dict__[name]
+        return plan
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(self.device)
 
 
 def make_plan(
@@ -89,68 +157,50 @@ def make_plan(
     *,
     block_size: int,
     null_slot: int,
+    queries: Ints | None = None,
     window: int | None = None,
     device: torch.device | None = None,
 ) -> AttentionPlan:
-    """Plan for one query token per row, the row's newest.
+    """Plan from scratch; ``branchkv.kernels.planner.Planner`` makes one step after step from the one before.
 
     Args:
-        tables: [rows, blocks] physical block ids in logical order; -1 where nothing is held.
-        lengths: [rows] tokens of each row, the newest included, at least 1.
+        tables: [sequences, columns] physical block ids in logical order; -1 where nothing is held.
+        lengths: [sequences] tokens of each sequence, this step's included.
         block_size: slots per block.
         null_slot: slot that reads as zero.
-        window: how many of the newest tokens a row sees; None for all.
+        queries: [sequences] new tokens of each sequence; None for one each.
+        window: how many of the newest tokens a row sees, itself included; None for all.
         device: where the plan's tensors go.
+
+    Raises:
+        InvalidArgumentError: the arrays do not fit together, or a block that a row sees is missing.
     """
-    first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-    runs, own_from = _shared_runs(tables, lengths, first, block_size, device)
-    own = row_slots(tables, lengths, own_from, block_size=block_size, null_slot=null_slot, device=device)
-    return AttentionPlan(runs, own, int((lengths - first).max(initial=0)))
+    sequences = make_sequences(tables, lengths, queries, block_size, window)
+    order = sort_rows(sequences.tables)
+    return AttentionPlan(sequences, order, find_nodes(sequences.tables[order]), null_slot, device)
 
 
-def row_slots(
-    tables: Ints, lengths: Ints, first: Ints, *, block_size: int, null_slot: int, device: torch.device | None = None
-) -> RowSlots:
-    """Slots of the tokens from position ``first`` [rows] to the end of each row."""
-    seen = lengths - first
-    width = int(seen.max(initial=0))
-    position = lengths[:, None] - width + np.arange(width)[None, :]
-    valid = position >= first[:, None]
-    block = np.take_along_axis(tables, np.where(valid, position, 0) // block_size, axis=1)
-    slots = np.where(valid, block * block_size + position % block_size, null_slot)
-    starts = width - seen
-    return RowSlots(torch.from_numpy(slots).to(device), torch.from_numpy(starts).to(device), bool((starts > 0).any()))
+def make_sequences(tables: Ints, lengths: Ints, queries: Ints | None, block_size: int, window: int | None) -> Sequences:
+    """Checked input of a plan; see ``make_plan``."""
+    queries = np.ones_like(lengths) if queries is None else queries
+    _check("tables", tables.ndim == 2, "a matrix [sequences, columns]", list(tables.shape))
+    for name, values in (("lengths", lengths), ("queries", queries)):
+        _check(name, values.shape == tables.shape[:1], f"shape {list(tables.shape[:1])}", list(values.shape))
+        _check(name, np.issubdtype(values.dtype, np.integer), "integers", values.dtype)
+        _check(name, not (values < 1).any(), "at least 1", values.min(initial=1))
+    _check("block_size", block_size >= 1, "at least 1", block_size)
+    _check("window", window is None or window >= 1, "at least 1, or None", window)
+    _check("queries", not (queries > lengths).any(), "no more than the sequence has tokens", queries.max(initial=0))
+    held, most = tables.shape[1] * block_size, lengths.max(initial=0)
+    _check("lengths", most <= held, f"at most {held}, the slots of {tables.shape[1]} columns of tables", most)
+    sequences = Sequences(tables.astype(np.int32), lengths, queries, block_size, window)
+    seen = visible(sequences)
+    wanted = (-(-lengths // block_size) - sequences.firsts // block_size).sum()
+    missing = wanted - np.count_nonzero(seen >= 0)
+    _check("tables", missing == 0, "a block id of at least 0 for every block that a row sees", f"{missing} without")
+    return Sequences(seen, lengths, queries, block_size, window)
 
 
-def _shared_runs(
-    tables: Ints, lengths: Ints, first: Ints, block_size: int, device: torch.device | None
-) -> tuple[tuple[SharedRun, ...], Ints]:
-    """The runs worth reading on their own, and [rows] where each row's own part begins."""
-    own_from = first.copy()
-    runs = []
-    for start, stop in _groups(tables, lengths, first // block_size):
-        block = int(first[start]) // block_size
-        same = (tables[start:stop, block:] == tables[start, block:]).all(axis=0) & (tables[start, block:] >= 0)
-        shared = int(np.argmin(np.append(same, False)))
-        # The newest token stays with its row, also where a row is alone.
-        end = min((block + shared) * block_size, int(lengths[start]) - 1)
-        tokens = end - int(first[start])
-        if tokens * (stop - start) < MIN_RUN:
-            continue
-        position = np.arange(int(first[start]), end)
-        slots = tables[start, position // block_size] * block_size + position % block_size
-        physical = slots[-1] - slots[0] == tokens - 1 and bool((np.diff(slots) == 1).all())
-        where = slice(int(slots[0]), int(slots[-1]) + 1) if physical else torch.from_numpy(slots).to(device)
-        runs.append(SharedRun(slice(start, stop), where, tokens, int(lengths[start] - first[start])))
-        own_from[start:stop] = end
-    return tuple(runs), own_from
-
-
-def _groups(tables: Ints, lengths: Ints, block: Ints) -> list[tuple[int, int]]:
-    """Ranges of adjacent rows of equal length whose first visible block is the same."""
-    if len(lengths) == 0:
-        return []
-    head = np.take_along_axis(tables, block[:, None], axis=1)[:, 0]
-    edge = np.flatnonzero((np.diff(head) != 0) | (np.diff(lengths) != 0)) + 1
-    bounds = [0, *edge.tolist(), len(lengths)]
-    return list(pairwise(bounds))
+def _check(argument: str, holds: Any, expected: str, got: Any) -> None:
+    if not holds:
+        raise InvalidArgumentError(argument, expected, str(got))

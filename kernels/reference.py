@@ -17,30 +17,35 @@ def reference_attention(
     plan: AttentionPlan,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``branchkv.kernels.attention.attention``."""
+    """See ``branchkv.kernels.attention.attention``. Reads tables and lengths only, nothing that decides on sharing."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads, kv_heads = query.shape[1], key_pool.shape[1]
     outputs, lses = [], []
     for row in range(plan.rows):
-        slots = _slots(plan, row, len(key_pool))
+        positions = _positions(plan, row, query.device)
+        table = plan.tables[plan.sequence[row]].long()
+        slots = table[positions // plan.block_size] * plan.block_size + positions % plan.block_size
         keys = key_pool[slots].to(wide).repeat_interleave(heads // kv_heads, dim=1)  # [tokens, heads, key_dim]
         values = value_pool[slots].to(wide).repeat_interleave(heads // kv_heads, dim=1)
         scores = torch.einsum("hd,thd->ht", query[row].to(wide), keys) * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if options.bias is not None:
-            bias = options.bias.expand(plan.rows, heads, 1, -1)[row, :, 0]
-            scores = scores + bias[:, bias.shape[-1] - len(slots) :].to(wide)
+            bias = options.bias[(None,) * (4 - options.bias.ndim)].expand(plan.rows, heads, 1, -1)[row, :, 0]
+            scores = scores + bias[:, bias.shape[-1] - int(plan.ends[row]) + positions].to(wide)
+        if options.alibi_slopes is not None:
+            distance = positions - (int(plan.lengths[row]) - 1)
+            scores = scores + options.alibi_slopes.to(wide)[:, None] * distance.to(wide)
         logits = scores if options.sinks is None else torch.cat([scores, options.sinks.to(wide)[:, None]], dim=-1)
         lse = torch.logsumexp(logits, dim=-1)
-        outputs.append(torch.einsum("ht,thd->hd", torch.exp(scores - lse[:, None]), values))
+        weights = torch.softmax(logits, dim=-1)[:, : len(positions)]
+        outputs.append(torch.einsum("ht,thd->hd", weights, values))
         lses.append(lse)
     return torch.stack(outputs).to(query.dtype), torch.stack(lses)
 
 
-def _slots(plan: AttentionPlan, row: int, pool: int) -> torch.Tensor:
-    """Slots of every token that a row sees, oldest first."""
-    every = torch.arange(pool, device=plan.own.slots.device)
-    runs = [run for run in plan.runs if run.rows.start <= row < run.rows.stop]
-    parts = [every[run.slots] if isinstance(run.slots, slice) else run.slots for run in runs]
-    return torch.cat([*parts, plan.own.slots[row, int(plan.own.starts[row]) :]])
+def _positions(plan: AttentionPlan, row: int, device: torch.device) -> torch.Tensor:
+    """Positions that a row sees, oldest first."""
+    length = int(plan.lengths[row])
+    first = 0 if plan.window is None else max(0, length - plan.window)
+    return torch.arange(first, length, device=device)

@@ -17,7 +17,7 @@ from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.models.blocks import BlockStore
 from branchkv.models.handles import LazyKV
-from branchkv.models.planning import StepPlans
+from branchkv.models.planning import Planners, StepPlans
 from branchkv.paged_cache.views import Writes
 
 __all__ = ["NeedsRectangular", "PackedForward", "PackedPass"]
@@ -43,20 +43,20 @@ class PackedForward:
     ):
         self._model, self._cache_name = model, cache_name
         self._store, self._run, self._prompts = store, run, prompts
+        self._planners = Planners(store)
 
     def prefill(self, cache: Any, writes: Mapping[str, Writes]) -> torch.Tensor:
         """[prompts, vocabulary] logits of the prompts' last tokens."""
         lengths = [len(prompt) for prompt in self._prompts]
         positions = torch.cat([torch.arange(length) for length in lengths])
         last = torch.tensor(np.cumsum(lengths) - 1)
-        return self._forward(
-            cache, PackedPass(self._store, self._run, writes, lengths), torch.cat(self._prompts), positions, last
-        )
+        packed = PackedPass(self._store, self._run, writes, lengths, self._planners)
+        return self._forward(cache, packed, torch.cat(self._prompts), positions, last)
 
     def step(self, cache: Any, tokens: torch.Tensor, writes: Mapping[str, Writes]) -> torch.Tensor:
         """[rows, vocabulary] logits of one new token per row."""
         lengths = next(iter(writes.values())).tables.lengths
-        packed = PackedPass(self._store, self._run, writes, [1] * len(tokens))
+        packed = PackedPass(self._store, self._run, writes, [1] * len(tokens), self._planners)
         return self._forward(cache, packed, tokens, torch.from_numpy(lengths - 1), None)
 
     def _forward(
@@ -79,13 +79,19 @@ class PackedPass:
         run: attention implementation.
         writes: per kind, copies, slots and tables of this step.
         lengths: new tokens of each row.
+        planners: those of the steps before.
     """
 
     def __init__(
-        self, store: BlockStore, run: Implementation, writes: Mapping[str, Writes], lengths: list[int]
+        self,
+        store: BlockStore,
+        run: Implementation,
+        writes: Mapping[str, Writes],
+        lengths: list[int],
+        planners: Planners,
     ) -> None:
         self._store, self._run, self._lengths = store, run, lengths
-        self._plans = StepPlans(store, writes)
+        self._plans = StepPlans(store, writes, planners)
         self._decode = all(length == 1 for length in lengths) and self._plans.longest > 1
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,12 +7,34 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from branchkv.kernels.plan import AttentionPlan, RowSlots, make_plan, row_slots
+from branchkv.kernels.plan import AttentionPlan
+from branchkv.kernels.planner import Planner
+from branchkv.kernels.row_slots import RowSlots, row_slots
 from branchkv.models.blocks import BlockStore
 from branchkv.paged_cache.block_pool import Ids
-from branchkv.paged_cache.views import Writes
+from branchkv.paged_cache.views import TableView, Writes
 
-__all__ = ["StepPlans"]
+__all__ = ["Planners", "StepPlans"]
+
+
+class Planners:
+    """One planner per layer kind and window, kept from step to step: each plan starts from the one before.
+
+    Args:
+        store: the blocks.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._planners: dict[tuple[str, int | None], Planner] = {}
+
+    def plan(self, layer: int, window: int | None, tables: TableView) -> AttentionPlan:
+        """What the newest token of each sequence reads in ``layer``."""
+        kind = self._store.kind(layer)
+        if (kind, window) not in self._planners:
+            device = self._store.pool(layer).keys.device
+            self._planners[kind, window] = Planner(tables.block_size, self._store.null_slot(kind), window, device)
+        return self._planners[kind, window].plan(tables.blocks, tables.lengths)
 
 
 class StepPlans:
@@ -21,10 +43,11 @@ class StepPlans:
     Args:
         store: the blocks.
         writes: per kind, from the manager.
+        planners: those of the steps before.
     """
 
-    def __init__(self, store: BlockStore, writes: Mapping[str, Writes]) -> None:
-        self._store = store
+    def __init__(self, store: BlockStore, writes: Mapping[str, Writes], planners: Planners) -> None:
+        self._store, self._planners = store, planners
         self._writes = writes
         self._slots: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._plans: dict[tuple[str, int | None], AttentionPlan] = {}
@@ -66,15 +89,7 @@ class StepPlans:
         """What each row's newest token reads."""
         kind = self._store.kind(layer)
         if (kind, window) not in self._plans:
-            tables = self._writes[kind].tables
-            self._plans[kind, window] = make_plan(
-                tables.blocks,
-                tables.lengths,
-                block_size=tables.block_size,
-                null_slot=self._store.null_slot(kind),
-                window=window,
-                device=self._store.pool(layer).keys.device,
-            )
+            self._plans[kind, window] = self._planners.plan(layer, window, self._writes[kind].tables)
         return self._plans[kind, window]
 
     def row_slots(self, layer: int) -> RowSlots:

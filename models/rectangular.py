@@ -18,7 +18,7 @@ from branchkv.kernels.attention import Implementation, attention
 from branchkv.kernels.options import AttentionOptions
 from branchkv.models.blocks import BlockStore
 from branchkv.models.handles import LazyKV
-from branchkv.models.planning import StepPlans
+from branchkv.models.planning import Planners, StepPlans
 from branchkv.paged_cache.block_pool import Ids
 from branchkv.paged_cache.views import Writes
 
@@ -52,13 +52,14 @@ class RectangularForward:
         self._model, self._generation_config = model, generation_config
         self._input_ids, self._kwargs = input_ids, model_kwargs
         self._store, self._run, self._masked = store, run, masked
+        self._planners = Planners(store)
         self._padded = input_ids.shape[1]  # tokens cached so far, padding included
         self._selected: tuple[Ids, Any] | None = None
 
     def prefill(self, cache: Any, lengths: list[int], writes: Mapping[str, Writes]) -> torch.Tensor:
         """[prompts, vocabulary] logits of the prompts' last tokens; ``lengths`` are their real tokens."""
         width = self._prompt_width()
-        rows = RectangularPass(self._store, self._run, writes, 0, lengths, masked=True)
+        rows = RectangularPass(self._store, self._run, writes, 0, lengths, self._planners, masked=True)
         with cache.during(rows):
             output = self._model._prefill(self._input_ids, self._generation_config, self._kwargs)
         self._padded = width
@@ -70,7 +71,8 @@ class RectangularForward:
     def step(self, cache: Any, tokens: torch.Tensor, prompts: Ids, writes: Mapping[str, Writes]) -> torch.Tensor:
         """[rows, vocabulary] logits of one new token per row."""
         ones = [1] * len(tokens)
-        rows = RectangularPass(self._store, self._run, writes, self._padded, ones, masked=self._masked)
+        cached, planners = self._padded, self._planners
+        rows = RectangularPass(self._store, self._run, writes, cached, ones, planners, masked=self._masked)
         ids = tokens.new_zeros((len(tokens), self._padded + 1))
         ids[:, -1] = tokens
         kwargs = self._rows(prompts)
@@ -119,6 +121,7 @@ class RectangularPass:
         writes: per kind, copies, slots and tables of this step.
         cached: tokens before this forward, padding included.
         lengths: new real tokens of each row.
+        planners: those of the steps before.
         masked: leave attention to the model's own function, with its masks.
     """
 
@@ -129,13 +132,14 @@ class RectangularPass:
         writes: Mapping[str, Writes],
         cached: int,
         lengths: list[int],
+        planners: Planners,
         *,
         masked: bool,
     ) -> None:
         self._store, self._run, self._masked = store, run, masked
         self._cached, self._lengths = cached, lengths
         self._dtype: torch.dtype | None = None
-        self._plans = StepPlans(store, writes)
+        self._plans = StepPlans(store, writes, planners)
         self._windows = {kind: write.tables.window for kind, write in writes.items()}
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,8 @@ __all__ = ["KVStorage", "LayerPool"]
 class LayerPool:
     """K and V of one layer, slot by slot.
 
+    In memory the heads come first, so that the tokens of one head in adjacent slots are a matrix for a product.
+
     Attributes:
         keys: [slots + 1, kv_heads, key_dim]; the last slot is never written and stays zero, so that a gather can point
             masked places at it.
@@ -91,7 +93,7 @@ class KVStorage:
             blocks.index_copy_(0, target.to(tensor.device), blocks.index_select(0, source.to(tensor.device)))
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._null_slot + 1, like.shape[-3], like.shape[-1])
-        tensor = torch.empty(shape, dtype=self._dtype or like.dtype, device=like.device)
+        shape = (like.shape[-3], self._null_slot + 1, like.shape[-1])
+        tensor = torch.empty(shape, dtype=self._dtype or like.dtype, device=like.device).transpose(0, 1)
         tensor[self._null_slot] = 0
         return tensor

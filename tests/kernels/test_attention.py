@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from branchkv.kernels import plan as plan_module
+from branchkv.kernels import cpu_layout
 from branchkv.kernels.attention import attention
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.reference import reference_attention
-from branchkv.kernels.torch_batched import torch_attention
+from branchkv.kernels.torch_forked import torch_attention
 from branchkv.tests.kernels.problems import Problem, plain, problem, used_slots
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def assert_as_good_as_eager(given: Problem, run: Any, dtype: torch.dtype) -> Non
 @pytest.fixture(autouse=True, params=[1, 40, 10**9], ids=["all-runs", "some-runs", "no-runs"])
 def min_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tables with runs wherever rows share a token, with a few, and without."""
-    monkeypatch.setattr(plan_module, "MIN_RUN", request.param)
+    monkeypatch.setattr(cpu_layout, "MIN_RUN", request.param)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -8,31 +8,50 @@ from typing import Any
 import pytest
 import torch
 
-from branchkv.errors import UnsupportedOptionError
+from branchkv.errors import InvalidArgumentError, UnsupportedOptionError
 from branchkv.kernels.attention import attention, implementation
 from branchkv.kernels.reference import reference_attention
-from branchkv.kernels.torch_batched import torch_attention
+from branchkv.kernels.torch_forked import torch_attention
 from branchkv.tests.kernels.problems import problem
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(2, 8, 17)}, r"query: expected \d+ \(rows of the plan\), got 2"),
-        ({"query": "narrow"}, r"query: expected 17 \(key_dim of key_pool\), got 16"),
+        ({"query": torch.zeros(2, 8, 17)}, r"query: expected \d+ rows, those of the plan, got 2"),
+        ({"query": torch.zeros(8, 17)}, r"query: expected 3 dimensions, got \[8, 17\]"),
+        ({"query": "narrow"}, r"query: expected head size 17, as key_pool, got 16"),
         ({"query": "odd"}, r"query: expected a multiple of 2 heads, got 7"),
-        ({"values": torch.zeros(5, 3, 17)}, r"value_pool: expected 2 \(kv_heads of key_pool\), got 3"),
-        ({"bias": 1}, r"bias: expected at least \d+ columns, got 1"),
+        ({"query": "strided"}, r"query: expected a stride of 1 within a head, got \(272, 34, 2\)"),
+        ({"query": "whole"}, r"query: expected float16, .*, got torch.int64"),
+        ({"query": "elsewhere"}, r"key_pool: expected a tensor on meta, as query, got cpu"),
+        ({"values": torch.zeros(5, 3, 17)}, r"value_pool: expected 2 heads, as key_pool, got 3"),
+        (
+            {"values": torch.zeros(5, 2, 17).half()},
+            r"value_pool: expected torch.float32, .* got torch.float16",
+        ),
+        ({"values": torch.zeros(5, 2, 17)}, r"value_pool: expected at least \d+ slots, which the plan names, got 5"),
+        ({"bias": (1, 1, 1, 1)}, r"bias: expected at least \d+ columns, got 1"),
+        ({"bias": (1, 3, 1, 99)}, r"bias: expected 1 or 8 heads, got 3"),
+        ({"bias": (2, 8, 1, 99)}, r"bias: expected 1 or \d+ rows, got 2"),
+        ({"bias": (1, 8, 2, 99)}, r"bias: expected 1 query per row, got 2"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     given = problem(6, prompts=4).to(torch.float32)
-    replacements = {"narrow": given.query[:, :, :16], "odd": given.query[:, :7]}
+    query = given.query
+    replacements = {
+        "narrow": query[:, :, :16],
+        "odd": query[:, :7],
+        "strided": query.repeat_interleave(2, dim=2)[..., ::2],
+        "whole": query.long(),
+        "elsewhere": query.to("meta"),
+    }
     query = change.get("query", given.query)
     query = replacements[query] if isinstance(query, str) else query
-    bias = torch.zeros(1, 1, 1, change["bias"]) if "bias" in change else None
+    bias = torch.zeros(change["bias"]) if "bias" in change else None
     options = replace(given.options, bias=bias)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidArgumentError, match=message):
         attention(query, given.keys, change.get("values", given.values), given.plan, options)
 
 
