@@ -41,7 +41,8 @@ class Sequences:
         """[sequences] first position that any query row of the sequence sees."""
         if self.window is None:
             return np.zeros_like(self.ends)
-        return np.maximum(self.ends - self.queries + 1 - self.window, 0)
+        firsts: Ints = np.maximum(self.ends - self.queries + 1 - self.window, 0)
+        return firsts
 
 
 @dataclass(frozen=True)

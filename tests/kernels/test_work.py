@@ -185,10 +185,10 @@ def shape(trees: list[tuple[int, int, int]], block_size: int = 16) -> dict[str, 
     for count, shared, private in trees:
         prompt = list(range(used, used + shared // block_size))
         used += len(prompt)
-        blocks = -(-(shared % block_size + private) // block_size)
+        own = -(-(shared % block_size + private) // block_size)
         for _ in range(count):
-            rows.append((prompt + list(range(used, used + blocks)), shared + private))
-            used += blocks
+            rows.append((prompt + list(range(used, used + own)), shared + private))
+            used += own
     tables = np.full((len(rows), max(len(blocks) for blocks, _ in rows)), -1, dtype=np.int64)
     for number, (blocks, _) in enumerate(rows):
         tables[number, : len(blocks)] = blocks
