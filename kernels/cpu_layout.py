@@ -16,6 +16,8 @@ __all__ = ["CPULayout", "CPURun", "cpu_layout"]
 # A node is read on its own when that spares gathering this many (row, token) pairs: a run costs about 60 microseconds
 # of operator calls, a gathered pair 0.3 (3 heads of 64, fp32; benchmarks/cpu_generate.py).
 MIN_RUN = 256
+# What a row reads alone is left where it lies if it is one piece of memory of at least so many tokens.
+MIN_ALONE = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class CPURun:
         start: position of the first token.
         tokens: number of tokens.
         column: first column of the scores that the run fills.
+        whole: whether all its rows see all its tokens.
     """
 
     rows: slice
@@ -35,6 +38,7 @@ class CPURun:
     start: int
     tokens: int
     column: int
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,19 @@ class CPULayout:
         return None if self._seen.all() else torch.from_numpy(~self._seen).to(self.device)
 
     @cached_property
+    def whole(self) -> bool:
+        """Whether the rows of every run see all of it."""
+        return all(run.whole for run in self.runs)
+
+    @cached_property
+    def unread_tail(self) -> torch.Tensor | None:
+        """[rows, width] the same for the columns of ``tail`` alone."""
+        seen = (self.tail_positions >= 0) & (self.tail_positions < self.lengths[:, None])
+        if self.window is not None:
+            seen &= self.tail_positions >= (self.lengths - self.window)[:, None]
+        return None if seen.all() else torch.from_numpy(~seen).to(self.device)
+
+    @cached_property
     def from_end(self) -> torch.Tensor:
         """[rows, columns] int64 distance of each column's token from the end of its sequence, at least 1."""
         return torch.from_numpy(np.where(self._seen, self.ends[:, None] - self._positions, 1)).to(self.device)
@@ -109,20 +126,25 @@ def cpu_layout(
     tables, queries, ends = sequences.tables[order], sequences.queries[order], sequences.ends[order]
     firsts = sequences.firsts[order]
     bounds = np.concatenate([[0], np.cumsum(queries)])
+    newest = firsts if sequences.window is None else np.maximum(ends - sequences.window, 0)
     filled, covered, runs = np.zeros(len(order), dtype=np.int64), np.zeros(tables.shape, dtype=bool), []
     size = sequences.block_size
     rows = bounds[nodes.row_stop] - bounds[nodes.row_start]
-    worth = np.flatnonzero((rows - 1) * (nodes.block_stop - nodes.block_start) * size >= MIN_RUN)
+    long = (nodes.block_stop - nodes.block_start) * size
+    worth = np.flatnonzero(((rows - 1) * long >= MIN_RUN) | (long >= MIN_ALONE))
     for node in worth[np.argsort(nodes.block_start[worth], kind="stable")].tolist():
         inside = slice(int(nodes.row_start[node]), int(nodes.row_stop[node]))
         first, last = int(nodes.block_start[node]), int(nodes.block_stop[node])
         start, stop = max(first * size, int(firsts[inside].min())), min(last * size, int(ends[inside].max()))
+        slots = _slots(tables[inside.start, first:last], start - first * size, stop - start, size, device)
+        if rows[node] == 1 and not isinstance(slots, slice):
+            continue
         column = int(filled[inside].max())
         filled[inside] = column + stop - start
         covered[inside, first:last] = True
-        slots = _slots(tables[inside.start, first:last], start - first * size, stop - start, size, device)
+        whole = stop <= (ends - queries + 1)[inside].min() and start >= newest[inside].max()
         query_rows = slice(int(bounds[inside.start]), int(bounds[inside.stop]))
-        runs.append(CPURun(query_rows, slots, start, stop - start, column))
+        runs.append(CPURun(query_rows, slots, start, stop - start, column, bool(whole)))
     tail, positions = _tails(tables, covered, (firsts, ends), size, null_slot)
     row = np.repeat(np.arange(len(order)), queries)
     number = np.arange(len(row)) - bounds[row]

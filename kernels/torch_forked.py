@@ -20,9 +20,10 @@ def torch_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``branchkv.kernels.attention.attention``.
 
-    Every token that a row reads has one column of the scores [kv_heads, rows * group, columns], so one softmax serves
-    all runs and the row's own tokens, and nothing has to be merged afterwards. Rows are in the plan's sorted order, so
-    the rows of a run are a slice, and a run in one piece of memory is read where it lies.
+    Rows are in the plan's sorted order, so the rows of a run are a slice, and a run in one piece of memory is read
+    where it lies. Plain softmax goes run by run through torch's fused kernel, merged by log-sum-exp; with options that
+    change scores, every token that a row reads has one column of [kv_heads, rows * group, columns] and there is one
+    softmax over all of them.
     """
     rows, heads, key_dim = query.shape
     kv_heads = key_pool.shape[1]
@@ -32,12 +33,11 @@ def torch_attention(
     folded = (ordered * options.scale).view(rows, kv_heads, group, key_dim).transpose(0, 1)
     folded = folded.reshape(kv_heads, rows * group, key_dim)
     keys, values = key_pool.transpose(0, 1), value_pool.transpose(0, 1)  # [kv_heads, slots, dim]
-    scores = _scores(folded, keys, layout, rows)
-    wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
-    wide = _options(wide.view(kv_heads, rows, group, -1), layout, options)
-    weights, lse = _softmax(wide, options.sinks)
-    weights = weights.to(query.dtype).view(kv_heads, rows * group, -1)
-    out = _values(weights, values, layout, rows).view(kv_heads, rows, group, -1)
+    plain = options.softcap is None and options.bias is None and options.alibi_slopes is None
+    if layout.runs and layout.whole and plain and key_dim == value_pool.shape[2] and query.device.type == "cpu":
+        out, lse = _merged(folded, keys, values, layout, options.sinks)
+    else:
+        out, lse = _in_one_softmax(folded, keys, values, layout, options)
     out = out.transpose(0, 1).reshape(rows, heads, -1)
     lse = lse.transpose(0, 1).reshape(rows, heads)
     if layout.order is None:
@@ -45,6 +45,62 @@ def torch_attention(
     return torch.empty_like(out).index_copy_(0, layout.order, out), torch.empty_like(lse).index_copy_(
         0, layout.order, lse
     )
+
+
+def _in_one_softmax(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: CPULayout, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [kv_heads, rows, group, value_dim] and LSE [kv_heads, rows, group] of folded queries."""
+    kv_heads, packed, _ = query.shape
+    rows = len(layout.lengths)
+    scores = _scores(query, keys, layout, rows)
+    wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    wide = _options(wide.view(kv_heads, rows, packed // rows, -1), layout, options)
+    weights, lse = _softmax(wide, options.sinks)
+    weights = weights.to(query.dtype).view(kv_heads, packed, -1)
+    return _values(weights, values, layout, rows).view(kv_heads, rows, packed // rows, -1), lse
+
+
+def _merged(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: CPULayout, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_in_one_softmax``, without options that change scores; partial results are in float32 at least."""
+    kv_heads, packed, dim = query.shape
+    rows, wide = len(layout.lengths), torch.promote_types(query.dtype, torch.float32)
+    group = packed // rows
+    out, lse = _tail(query.view(kv_heads, rows, group, dim), keys, values, layout, wide)
+    for run in layout.runs:
+        part = slice(run.rows.start * group, run.rows.stop * group)
+        run_keys, run_values = _run(keys, run, query.dtype), _run(values, run, query.dtype)
+        # SDPA's own kernel: the public function does not return the LSE. Queries are scaled already.
+        run_out, run_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[None, :, part], run_keys[None], run_values[None], scale=1.0
+        )
+        run_out = run_out[0].to(wide).view(kv_heads, -1, group, dim)
+        run_lse = run_lse.reshape(kv_heads, -1, group).to(wide)
+        mine, before = out[:, run.rows], lse[:, run.rows]
+        both = torch.logaddexp(before, run_lse)
+        mine.mul_((before - both).exp_()[..., None]).addcmul_(run_out, (run_lse - both).exp_()[..., None])
+        before.copy_(both)
+    if sinks is not None:
+        with_sink = torch.logaddexp(lse, sinks.to(wide).view(kv_heads, 1, group))
+        out, lse = out * torch.exp(lse - with_sink)[..., None], with_sink
+    return out.to(query.dtype), lse
+
+
+def _tail(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: CPULayout, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' own tokens: 0 with an LSE of -inf for a row without. ``query`` is [kv_heads, rows, group, dim]."""
+    if not layout.tail.shape[1]:
+        shape = query.shape[:3]
+        return query.new_zeros((*shape, values.shape[2]), dtype=wide), query.new_full(shape, -torch.inf, dtype=wide)
+    scores = (query @ _gather(keys, layout.tail, query.dtype).transpose(2, 3)).to(wide)
+    if layout.unread_tail is not None:
+        scores = scores.masked_fill_(layout.unread_tail[None, :, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.clamp(min=torch.finfo(wide).min)[..., None]).exp_()
+    return (weights.to(query.dtype) @ _gather(values, layout.tail, query.dtype)).to(wide), lse
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, rows: int) -> torch.Tensor:
