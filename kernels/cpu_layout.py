@@ -139,6 +139,8 @@ def cpu_layout(
         slots = _slots(tables[inside.start, first:last], start - first * size, stop - start, size, device)
         if rows[node] == 1 and not isinstance(slots, slice):
             continue
+        if firsts[inside].max() > ends[inside].min():
+            continue  # between the windows of two sequences may lie a token that no row sees
         column = int(filled[inside].max())
         filled[inside] = column + stop - start
         covered[inside, first:last] = True
