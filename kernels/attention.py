@@ -1,42 +1,19 @@
-"""The operator: attention of query rows over the blocks that their tables name. Validates, then dispatches by name."""
+"""The operator: attention of query rows over the blocks that their tables name. Validates, then runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from branchkv.errors import InvalidArgumentError, UnsupportedOptionError
+from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.implementations import Implementation, implementation, resolve
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
-from branchkv.kernels.reference import reference_attention
-from branchkv.kernels.torch_forked import torch_attention
 
-__all__ = ["Implementation", "attention", "implementation"]
-
-Implementation = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan, AttentionOptions], tuple[torch.Tensor, torch.Tensor]
-]
+__all__ = ["attention"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def implementation(name: str) -> Implementation:
-    """The implementation called ``name``: ``"reference"``, ``"torch"`` or ``"auto"``.
-
-    Raises:
-        UnsupportedOptionError: there is no such implementation; never falls back to another one.
-    """
-    match name:
-        case "reference":
-            return reference_attention
-        case "torch" | "auto":
-            return torch_attention
-        case _:
-            raise UnsupportedOptionError(
-                f"attention={name!r}", "this version has the implementations 'reference' and 'torch'"
-            )
 
 
 def attention(
@@ -45,7 +22,7 @@ def attention(
     value_pool: torch.Tensor,
     plan: AttentionPlan,
     options: AttentionOptions,
-    run: Implementation = torch_attention,
+    run: Implementation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each query row, softmax attention over the tokens its block table names.
 
@@ -56,7 +33,7 @@ def attention(
         plan: which slots each row reads; ``rows`` must match ``query``.
         options: scale, soft cap, sinks, bias, ALiBi. The bias is right-aligned: its last column belongs to the newest
             token of a row's sequence.
-        run: the implementation, from ``implementation``.
+        run: from ``branchkv.kernels.implementations.implementation``; None for the fast one of the device.
 
     Returns:
         Output [rows, query_heads, value_dim] in the dtype of ``query``; log-sum-exp of the scores, sink included,
@@ -73,6 +50,8 @@ def attention(
         enough = pool.shape[0] >= max(slots, plan.null_slot + 1)
         _check(name, enough, f"at least {max(slots, plan.null_slot + 1)} slots, which the plan names", pool.shape[0])
     _check_options(options, query, plan)
+    if run is None:
+        run = implementation(resolve("auto", query.device))
     return run(query, key_pool, value_pool, plan, options)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from branchkv.paged_cache.manager import CacheManager
-from branchkv.paged_cache.storage import KVStorage, LayerPool
+from branchkv.paged_cache.storage import KVStorage, LayerPool, Moves
 from branchkv.paged_cache.views import BlockCopies
 
 __all__ = ["BlockStore"]
@@ -21,15 +21,22 @@ class BlockStore:
         kinds: layer kind of each layer.
         worst_case: per kind, the most blocks the call can ever hold; storage is reserved for no more.
         dtype: stored dtype, None for the model's.
+        moves: how K/V are written and copied; None for torch's indexing.
     """
 
     def __init__(
-        self, manager: CacheManager, kinds: Sequence[str], worst_case: Mapping[str, int], dtype: torch.dtype | None
+        self,
+        manager: CacheManager,
+        kinds: Sequence[str],
+        worst_case: Mapping[str, int],
+        dtype: torch.dtype | None,
+        moves: Moves | None = None,
     ) -> None:
         self._manager = manager
         self._kinds = list(kinds)
         self._worst_case = worst_case
         self._dtype = dtype
+        self._moves = moves
         self._storages: dict[str, KVStorage] = {}
         self._layer_bytes: dict[str, dict[int, int]] = {}
 
@@ -76,4 +83,4 @@ class BlockStore:
             room = self._manager.budget.room(kind)
             capacity = self._worst_case[kind] if room is None else min(room, self._worst_case[kind])
             self._manager.set_capacity(kind, capacity)
-            self._storages[kind] = KVStorage(self._manager.block_size, capacity, self._dtype)
+            self._storages[kind] = KVStorage(self._manager.block_size, capacity, self._dtype, self._moves)

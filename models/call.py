@@ -27,7 +27,7 @@ from branchkv.decoding.loop import DecodingLoop
 from branchkv.decoding.record import Recorder
 from branchkv.decoding.sampling import SampleSearcher
 from branchkv.decoding.step import SearchInputs, Step
-from branchkv.kernels.attention import implementation
+from branchkv.kernels.implementations import implementation, moves, resolve
 from branchkv.models.blocks import BlockStore
 from branchkv.models.criteria import Ends, split_criteria
 from branchkv.models.memory import make_budget
@@ -110,10 +110,10 @@ class DecodingCall:
             settings.kv.block_size, plan.windows, make_budget(settings.kv, model.device), self._log
         )
         worst = _worst_case(plan.windows, settings.kv.block_size, lengths, self._width, limits)
-        store = BlockStore(self._manager, plan.kinds, worst, settings.kv.dtype)
-        run = implementation(settings.kv.attention)
+        name = resolve(settings.kv.attention, model.device)
+        store = BlockStore(self._manager, plan.kinds, worst, settings.kv.dtype, moves(name))
         inputs = ModelInputs(input_ids, lengths, kwargs, config)
-        self._model = HFModel(model, plan, inputs, self._manager, store, run)
+        self._model = HFModel(model, plan, inputs, self._manager, store, implementation(name))
 
     def run(self, prompt_ids: torch.Tensor, on_step: Callable[[Step], None] | None) -> Any:
         """Decode; ``prompt_ids`` stand in front of the returned rows."""

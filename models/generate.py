@@ -52,7 +52,7 @@ def generate(
     """
     kv = kv if kv is not None else KVConfig()
     check_model(model)
-    check_kv(kv)
+    check_kv(kv, model.device)
     _check_seed(seed)
     names = list(inspect.signature(type(model).generate).parameters)[1:]
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -87,7 +87,7 @@ def decode(
     """
     kv = kv if kv is not None else KVConfig()
     check_model(model)
-    check_kv(kv)
+    check_kv(kv, model.device)
     _check_seed(seed)
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     ids, plain = unexpand(input_ids, model_kwargs, copies)

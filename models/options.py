@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers.generation.configuration_utils import GenerationMode
 
 from branchkv.config import KVConfig
 from branchkv.errors import UnsupportedOptionError
-from branchkv.kernels.attention import implementation
+from branchkv.kernels.implementations import check_implementation
 
 __all__ = ["check_kv", "check_options"]
 
@@ -42,15 +43,20 @@ _ARGUMENTS = {
 }
 
 
-def check_kv(kv: KVConfig) -> None:
+def check_kv(kv: KVConfig, device: torch.device) -> None:
     """Refuse what a single call cannot honour.
+
+    Args:
+        kv: the cache settings.
+        device: of the model.
 
     Raises:
         UnsupportedOptionError: names the field of KVConfig.
+        InvalidArgumentError: a block size that the attention kernel does not take.
     """
     if not isinstance(kv, KVConfig):
         raise TypeError(f"kv: expected a KVConfig, got {kv!r}")
-    implementation(kv.attention)
+    check_implementation(kv.attention, device, kv.block_size)
     if kv.prefix_caching:
         raise UnsupportedOptionError("prefix_caching", "blocks are given back at the end of a generate call")
     if kv.preemption == "swap":

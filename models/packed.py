@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from branchkv.kernels.attention import Implementation, attention
+from branchkv.kernels.attention import attention
 from branchkv.kernels.dense import causal_attention
+from branchkv.kernels.implementations import Implementation
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.models.blocks import BlockStore

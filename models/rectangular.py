@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers.utils.generic import ModelOutput
 
-from branchkv.kernels.attention import Implementation, attention
+from branchkv.kernels.attention import attention
+from branchkv.kernels.implementations import Implementation
 from branchkv.kernels.options import AttentionOptions
 from branchkv.models.blocks import BlockStore
 from branchkv.models.handles import LazyKV

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
-from branchkv.kernels.attention import Implementation
+from branchkv.kernels.implementations import Implementation
 from branchkv.models.attention import AttentionRouter
 from branchkv.models.blocks import BlockStore
 from branchkv.models.cache import CrossCache, PagedCache

@@ -47,7 +47,7 @@ def paged(model: Any, kv: KVConfig | None = None) -> Iterator[PagedSession]:
     """
     kv = kv if kv is not None else KVConfig()
     check_model(model)
-    check_kv(kv)
+    check_kv(kv, model.device)
     session = PagedSession(kv.block_size)
     warned: set[str] = set()
 

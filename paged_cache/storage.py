@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from branchkv.paged_cache.views import BlockCopies
 
-__all__ = ["KVStorage", "LayerPool"]
+__all__ = ["KVStorage", "LayerPool", "Moves", "TorchMoves"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,45 @@ class LayerPool:
     values: torch.Tensor
 
 
+class Moves(Protocol):
+    """How K/V get into slots and from block to block. Pools are [slots, heads, dim], head by head in memory."""
+
+    def write(
+        self,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write token i to slot ``slots[i]`` of both pools, in their dtype; see ``KVStorage.write``."""
+        ...
+
+    def copy(self, pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor, block_size: int) -> None:
+        """Copy blocks ``source`` to ``target``, [copies] int64, as if all at once."""
+        ...
+
+
+class TorchMoves:
+    """Moves by indexing, on any device."""
+
+    def write(
+        self,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        key_pool.index_copy_(0, slots, keys.to(key_pool.dtype))
+        value_pool.index_copy_(0, slots, values.to(value_pool.dtype))
+
+    def copy(self, pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor, block_size: int) -> None:
+        whole = len(pool) // block_size
+        blocks = pool[: whole * block_size].unflatten(0, (whole, block_size))
+        blocks.index_copy_(0, target, blocks.index_select(0, source))
+
+
 class KVStorage:
     """Pools of all layers of one kind; block b of a layer is its slots [b * block_size, (b + 1) * block_size).
 
@@ -37,12 +77,14 @@ class KVStorage:
         block_size: slots per block.
         capacity: most blocks that will ever be written.
         dtype: stored dtype; None keeps the dtype of the first keys.
+        moves: how K/V are written and copied; None for torch's indexing.
     """
 
-    def __init__(self, block_size: int, capacity: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, block_size: int, capacity: int, dtype: torch.dtype | None, moves: Moves | None = None) -> None:
         self.block_size = block_size
         self.capacity = capacity
         self._dtype = dtype
+        self._moves: Moves = TorchMoves() if moves is None else moves
         self._layers: dict[int, LayerPool] = {}
         self._null_slot = capacity * block_size
 
@@ -79,8 +121,7 @@ class KVStorage:
             keys: [tokens, kv_heads, key_dim]; values: [tokens, kv_heads, value_dim].
         """
         pool = self._layers[index]
-        pool.keys.index_copy_(0, slots, keys.to(pool.keys.dtype))
-        pool.values.index_copy_(0, slots, values.to(pool.values.dtype))
+        self._moves.write(pool.keys, pool.values, slots, keys, values)
 
     def copy(self, index: int, copies: BlockCopies) -> None:
         """Copy whole blocks of one layer. Sources are read before any target is written."""
@@ -89,8 +130,7 @@ class KVStorage:
         pool = self._layers[index]
         source, target = torch.from_numpy(copies.source), torch.from_numpy(copies.target)
         for tensor in (pool.keys, pool.values):
-            blocks = tensor[: self._null_slot].unflatten(0, (self.capacity, self.block_size))
-            blocks.index_copy_(0, target.to(tensor.device), blocks.index_select(0, source.to(tensor.device)))
+            self._moves.copy(tensor, source.to(tensor.device), target.to(tensor.device), self.block_size)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (like.shape[-3], self._null_slot + 1, like.shape[-1])

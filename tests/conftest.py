@@ -18,6 +18,10 @@ TESTS = str(Path(__file__).parent)
 if TESTS not in sys.path:
     sys.path.append(TESTS)
 
+# Triton's kernels run in its interpreter, which needs no GPU, unless the caller says otherwise; triton reads this when
+# it is imported. Processes that compile kernels take it out again.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:

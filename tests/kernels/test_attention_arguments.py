@@ -1,4 +1,4 @@
-"""What the operator refuses, and what it is called by."""
+"""What the operator refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from branchkv.errors import InvalidArgumentError, UnsupportedOptionError
-from branchkv.kernels.attention import attention, implementation
+from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.attention import attention
 from branchkv.kernels.reference import reference_attention
 from branchkv.kernels.torch_forked import torch_attention
 from branchkv.tests.kernels.problems import problem
@@ -61,16 +61,3 @@ def test_a_sink_for_every_head_is_needed(run: Any) -> None:
     options = replace(given.options, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="sinks: expected 8"):
         attention(given.query, given.keys, given.values, given.plan, options, run)
-
-
-def test_implementations_are_chosen_by_name() -> None:
-    assert implementation("reference") is reference_attention
-    assert implementation("torch") is torch_attention
-    assert implementation("auto") is torch_attention
-
-
-@pytest.mark.parametrize("name", ["triton", "Torch", "eager"])
-def test_an_unknown_implementation_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=name) as raised:
-        implementation(name)
-    assert raised.value.option == f"attention={name!r}"

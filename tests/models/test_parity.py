@@ -43,10 +43,24 @@ def test_equals_hf(cell: Cell) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["greedy", "beam5", "sample3"])
-def test_reference_attention_gives_the_same(family: str, mode: str) -> None:
+@pytest.mark.parametrize(("attention", "block_size"), [("reference", 3), ("torch", 16)])
+def test_other_attention_gives_the_same(family: str, mode: str, attention: str, block_size: int) -> None:
     search = mode.startswith("beam")
-    cell = Cell(family, mode, "batch", False if search else None, 1.0 if search else None, 3)
-    _decode(cell, attention="reference")
+    cell = Cell(family, mode, "batch", False if search else None, 1.0 if search else None, block_size)
+    _decode(cell, attention=attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_three_implementations_give_the_same(family: str) -> None:
+    """Few tokens: Triton's interpreter takes a second for each."""
+    built = FAMILIES[family]
+    model: Any = built.model
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, **built.prompts(2)}
+    theirs = model.generate(**options)
+    for attention in ("reference", "torch", "triton"):
+        kv = branchkv.KVConfig(block_size=16, attention=attention)
+        assert torch.equal(branchkv.generate(model, kv=kv, **options), theirs), attention
 
 
 @pytest.mark.parity
