@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from branchkv.config import KVConfig
     from branchkv.errors import (
         BranchKVError,
+        InvalidArgumentError,
         NumericalError,
         OutOfBlocksError,
         UnsupportedModelError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BranchKVError",
+    "InvalidArgumentError",
     "KVConfig",
     "KVStats",
     "NumericalError",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "KVConfig": "branchkv.config",
     "BranchKVError": "branchkv.errors",
+    "InvalidArgumentError": "branchkv.errors",
     "NumericalError": "branchkv.errors",
     "OutOfBlocksError": "branchkv.errors",
     "UnsupportedModelError": "branchkv.errors",

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from branchkv.config import KVConfig
-from branchkv.errors import BranchKVError
+from branchkv.errors import BranchKVError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from branchkv.models.loading import LoadedModel
@@ -64,7 +65,7 @@ def generate(  # one parameter per option: this is how typer describes a command
     block_size: Annotated[int, typer.Option(min=1, help="Token slots per K/V block.")] = 16,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="Most K/V blocks to hold.")] = None,
     memory: Annotated[str | None, typer.Option(help="Most K/V memory to hold, such as 2GiB.")] = None,
-    attention: Annotated[str, typer.Option(help="auto, torch or reference.")] = "auto",
+    attention: Annotated[str, typer.Option(help="auto, triton, torch or reference.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Write every change of a block to this file.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
@@ -85,7 +86,7 @@ def generate(  # one parameter per option: this is how typer describes a command
     }  # fmt: skip
     options = {name: value for name, value in options.items() if value is not None}
     loaded = _load(model, dtype, device, threads, trust_remote_code)
-    with _progress(max_new_tokens, quiet=as_json) as on_step:
+    with _progress("tokens", max_new_tokens, quiet=as_json) as on_step:
         result = _decode(loaded, text, options, kv, {"chat": chat, "seed": seed, "on_step": on_step})
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
@@ -106,6 +107,31 @@ def demo(
         print(json.dumps(rows))
     if not all(row["same_tokens"] for row in rows):
         raise SystemExit(1)
+
+
+@app.command()
+def kernels(
+    target: Annotated[str, typer.Option(help="cuda:80, cuda:90, cuda:100 or hip:gfx942.")] = "cuda:90",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per core unless given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """Compile every Triton kernel for a GPU that need not be there: registers, spills, shared memory."""
+    from branchkv.kernels.aot import check_target, compile_all, variants
+
+    try:
+        check_target(target)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+    with _progress("kernels", len(variants()), quiet=as_json) as on_compiled:
+        rows = [kernel.to_dict() for kernel in compile_all(target, jobs, on_compiled=on_compiled)]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    names = ("kernel", "dtype", "head_dim", "block_size", "registers", "spills", "shared_bytes")
+    table = Table(*(name.replace("_", " ") for name in names), "matrix", title=target)
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in names), "yes" if row["matrix_instructions"] else "no")
+    Console().print(table)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -198,13 +224,13 @@ def _print_result(result: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[Any], None] | None]:
-    """A bar on standard error that counts generated tokens; None where nobody looks."""
+def _progress(what: str, most: int, *, quiet: bool) -> Iterator[Callable[[Any], None] | None]:
+    """A bar on standard error that counts tokens or kernels; None where nobody looks."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("tokens", total=most)
-        yield lambda step: progress.advance(task)
+        task = progress.add_task(what, total=most)
+        yield lambda _: progress.advance(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BranchKVError",
+    "CompilationError",
     "InvalidArgumentError",
     "NumericalError",
     "OutOfBlocksError",
@@ -97,3 +98,22 @@ class NumericalError(BranchKVError, ArithmeticError):
 
     def __reduce__(self) -> tuple[type[NumericalError], tuple[int, int, str]]:
         return type(self), (self.prompt, self.step, self.reason)
+
+
+class CompilationError(BranchKVError, RuntimeError):
+    """A kernel that cannot be compiled for a target, or not as it has to be.
+
+    Attributes:
+        kernel: the kernel and its configuration.
+        target: as in ``branchkv kernels --target``.
+        reason: what the compiler says.
+    """
+
+    def __init__(self, kernel: str, target: str, reason: str) -> None:
+        super().__init__(f"kernel {kernel} for {target}: {reason}")
+        self.kernel = kernel
+        self.target = target
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[CompilationError], tuple[str, str, str]]:
+        return type(self), (self.kernel, self.target, self.reason)

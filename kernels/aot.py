@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 
-from branchkv.errors import InvalidArgumentError
+from branchkv.errors import CompilationError, InvalidArgumentError, UnsupportedOptionError
 from branchkv.kernels.triton_configs import BLOCK_SIZES, DTYPES, FP_FUSION, HEAD_DIMS, SLOT_TILE, Tiles, padded, tiles
 
-__all__ = ["TARGETS", "CompiledKernel", "Tiles", "Variant", "compile_all", "report", "variants"]
+__all__ = ["TARGETS", "CompiledKernel", "Tiles", "Variant", "check_target", "compile_all", "report", "variants"]
 
 # Backend, architecture, threads per warp.
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -106,39 +107,54 @@ def variants() -> list[Variant]:
     return found
 
 
-def compile_all(target: str, jobs: int | None = None, only: list[Variant] | None = None) -> list[CompiledKernel]:
+def compile_all(
+    target: str,
+    jobs: int | None = None,
+    only: list[Variant] | None = None,
+    on_compiled: Callable[[CompiledKernel], None] | None = None,
+) -> list[CompiledKernel]:
     """Compile configurations in processes of their own.
 
     Args:
         target: one of ``TARGETS``.
         jobs: processes; None for one per core.
         only: the configurations; None for all.
+        on_compiled: called with each in turn, for progress.
 
     Raises:
-        InvalidArgumentError: no such target.
+        InvalidArgumentError, UnsupportedOptionError: from ``check_target``.
+        CompilationError: from ``report``.
     """
-    _check(target)
+    check_target(target)
     chosen = variants() if only is None else only
     workers = ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn"), initializer=_leave_interpreter)
+    found = []
     with workers as pool:
-        return list(pool.map(report, chosen, [target] * len(chosen)))
+        for compiled in pool.map(report, chosen, [target] * len(chosen)):
+            found.append(compiled)
+            if on_compiled is not None:
+                on_compiled(compiled)
+    return found
 
 
 def report(variant: Variant, target: str) -> CompiledKernel:
     """Compile one configuration in this process, which must not interpret kernels.
 
     Raises:
-        InvalidArgumentError: no such target.
-        RuntimeError: TRITON_INTERPRET is set, or fp32 products are rounded to TF32.
+        InvalidArgumentError, UnsupportedOptionError: from ``check_target``.
+        CompilationError: the compiler fails, or rounds fp32 products to TF32; or kernels are interpreted here.
     """
-    _check(target)
+    check_target(target)
+    name = f"{variant.kernel} ({_NAMES[variant.dtype]}, head size {variant.head_dim}, blocks of {variant.block_size})"
     if os.environ.get(_INTERPRET, "0") != "0":
-        raise RuntimeError(f"{_INTERPRET} is set: interpreted kernels cannot be compiled; use compile_all")
-    backend = TARGETS[target][0]
-    compiled = _compile(variant, target)
-    measured = _measure_cuda(compiled) if backend == "cuda" else _measure_hip(compiled)
+        raise CompilationError(name, target, f"{_INTERPRET} is set: interpreted kernels have no code; use compile_all")
+    try:
+        compiled = _compile(variant, target)
+    except Exception as error:  # whatever a compiler throws: ptxas, LLVM, out of shared memory
+        raise CompilationError(name, target, str(error)) from error
+    measured = _measure_cuda(compiled) if TARGETS[target][0] == "cuda" else _measure_hip(compiled)
     if variant.dtype is torch.float32 and measured["tf32"]:
-        raise RuntimeError(f"{variant} for {target}: fp32 products are rounded to TF32")
+        raise CompilationError(name, target, "fp32 products are rounded to TF32")
     return CompiledKernel(
         kernel=variant.kernel,
         target=target,
@@ -152,10 +168,18 @@ def report(variant: Variant, target: str) -> CompiledKernel:
     )
 
 
-def _check(target: str) -> None:
+def check_target(target: str) -> None:
+    """Whether kernels can be compiled for ``target``.
+
+    Raises:
+        InvalidArgumentError: no such target.
+        UnsupportedOptionError: triton is not installed.
+    """
     if target not in TARGETS:
         *most, last = TARGETS
         raise InvalidArgumentError("target", f"{', '.join(most)} or {last}", target)
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedOptionError("target", "triton is not installed; pip install triton")
 
 
 def _leave_interpreter() -> None:

@@ -232,3 +232,24 @@ def test_as_a_process(folder: Path) -> None:
     wanted = expected("llama", "hello", num_beams=3, num_return_sequences=2)
     assert [output["text"] for output in json.loads(done.stdout)["outputs"]] == wanted
     assert done.stderr == ""
+
+
+def test_kernels_for_a_target_that_nobody_knows() -> None:
+    result = CliRunner().invoke(app, ["kernels", "--target", "cuda:70"])
+    assert result.exit_code == 2
+    assert "cuda:80, cuda:90, cuda:100 or hip:gfx942" in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_kernels_prints_every_configuration(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled, tests/kernels/test_aot.py looks at; here nothing is."""
+    from branchkv.kernels import aot
+
+    kernel = aot.CompiledKernel("copy", "cuda:90", "bf16", 64, 16, 40, 0, 1024, False)
+    monkeypatch.setattr(aot, "compile_all", lambda *args, **kwargs: [kernel])
+    result = CliRunner().invoke(app, ["kernels", *(["--json"] if as_json else [])])
+    assert result.exit_code == 0, result.output
+    if as_json:
+        assert json.loads(result.stdout) == [kernel.to_dict()]
+    else:
+        assert {"copy", "cuda:90", "bf16", "64", "16", "40", "0", "1024", "no"} <= set(result.stdout.split())

@@ -10,6 +10,8 @@ import pytest
 from branchkv import errors
 from branchkv.errors import (
     BranchKVError,
+    CompilationError,
+    InvalidArgumentError,
     NumericalError,
     OutOfBlocksError,
     UnsupportedModelError,
@@ -21,6 +23,8 @@ ERRORS: list[tuple[BranchKVError, dict[str, object]]] = [
     (UnsupportedOptionError("penalty_alpha", "no"), {"option": "penalty_alpha", "reason": "no"}),
     (UnsupportedModelError("mamba", "no attention"), {"model": "mamba", "reason": "no attention"}),
     (NumericalError(3, 9, "NaN logits"), {"prompt": 3, "step": 9, "reason": "NaN logits"}),
+    (InvalidArgumentError("query", "3 rows", "2"), {"argument": "query", "expected": "3 rows", "got": "2"}),
+    (CompilationError("copy", "cuda:90", "ptxas"), {"kernel": "copy", "target": "cuda:90", "reason": "ptxas"}),
 ]
 
 
@@ -42,6 +46,8 @@ def test_pickle_keeps_type_message_and_attributes(
         (ERRORS[1][0], ["'penalty_alpha'", "no"]),
         (ERRORS[2][0], ["mamba", "no attention"]),
         (ERRORS[3][0], ["prompt 3", "step 9", "NaN logits"]),
+        (ERRORS[4][0], ["query", "3 rows", "got 2"]),
+        (ERRORS[5][0], ["copy", "cuda:90", "ptxas"]),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from branchkv.errors import InvalidArgumentError
+from branchkv.errors import CompilationError, InvalidArgumentError
 
 pytest.importorskip("triton", reason="triton cannot be imported, so there is nothing to compile with")
 
@@ -20,13 +20,17 @@ from branchkv.kernels.triton_configs import BLOCK_SIZES, DTYPES, HEAD_DIMS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:90"])
-def test_bf16_attention_uses_matrix_instructions_and_spills_nothing(target: str) -> None:
-    chosen = [aot.Variant("attention", torch.bfloat16, dim, 16) for dim in HEAD_DIMS]
+def test_bf16_uses_matrix_instructions_and_spills_nothing(target: str) -> None:
+    """Attention in every production configuration; of what copies and adds up, the largest heads and blocks."""
+    chosen = [aot.Variant("attention", torch.bfloat16, dim, size) for dim in HEAD_DIMS for size in BLOCK_SIZES]
+    chosen += [aot.Variant(kernel, torch.bfloat16, 256, 128) for kernel in ("merge", "write", "copy")]
     found = aot.compile_all(target, 2, chosen)
-    assert [(kernel.head_dim, kernel.target) for kernel in found] == [(dim, target) for dim in HEAD_DIMS]
-    assert {kernel.head_dim: kernel.spills for kernel in found if kernel.spills} == {}
-    assert [kernel.head_dim for kernel in found if not kernel.matrix_instructions] == []
-    assert all(0 < kernel.registers <= 255 and kernel.shared_bytes > 0 for kernel in found)
+    assert [(kernel.kernel, kernel.head_dim, kernel.block_size) for kernel in found] == [
+        (variant.kernel, variant.head_dim, variant.block_size) for variant in chosen
+    ]
+    assert {kernel for kernel in found if kernel.spills} == set()
+    assert {kernel for kernel in found if not kernel.matrix_instructions and kernel.kernel == "attention"} == set()
+    assert all(0 < kernel.registers <= 255 and kernel.target == target for kernel in found)
 
 
 @pytest.mark.slow
@@ -41,7 +45,7 @@ def test_fp32_products_are_not_rounded_to_tf32(target: str) -> None:
 def test_the_interpreters_switch_does_not_reach_the_compiling_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     variant = aot.Variant("merge", torch.bfloat16, 64, 16)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+    with pytest.raises(CompilationError, match="TRITON_INTERPRET"):
         aot.report(variant, "cuda:90")
     (found,) = aot.compile_all("cuda:90", 1, [variant])
     assert found.to_dict()["dtype"] == "bf16"
