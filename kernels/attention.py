@@ -43,12 +43,11 @@ def attention(
         InvalidArgumentError: shapes, dtypes, devices or strides that do not fit together, or a table that names slots
             beyond the pools; named with expected and got, before anything runs.
     """
-    _check_tensors(query, key_pool, value_pool)
-    _check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
-    slots = (plan.largest_block + 1) * plan.block_size
-    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
-        enough = pool.shape[0] >= max(slots, plan.null_slot + 1)
-        _check(name, enough, f"at least {max(slots, plan.null_slot + 1)} slots, which the plan names", pool.shape[0])
+    shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (query, key_pool, value_pool))
+    if shapes not in plan.accepted:  # the layers of a step are alike
+        _check_tensors(query, key_pool, value_pool)
+        _check_plan(query, key_pool, value_pool, plan)
+        plan.accepted.add(shapes)
     _check_options(options, query, plan)
     if run is None:
         run = implementation(resolve("auto", query.device))
@@ -67,6 +66,13 @@ def _check_tensors(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torc
     _check("query", query.shape[1] % kv_heads == 0, f"a multiple of {kv_heads} heads", query.shape[1])
     _check("value_pool", value_pool.shape[1] == kv_heads, f"{kv_heads} heads, as key_pool", value_pool.shape[1])
     _check("value_pool", value_pool.dtype == key_pool.dtype, f"{key_pool.dtype}, as key_pool", value_pool.dtype)
+
+
+def _check_plan(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, plan: AttentionPlan) -> None:
+    _check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
+    slots = max((plan.largest_block + 1) * plan.block_size, plan.null_slot + 1)
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        _check(name, pool.shape[0] >= slots, f"at least {slots} slots, which the plan names", pool.shape[0])
 
 
 def _check_options(options: AttentionOptions, query: torch.Tensor, plan: AttentionPlan) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from branchkv.kernels.tree import Ints, Nodes, Sequences
+from branchkv.kernels.cpu_chunks import CPUChunks, find_chunks
+from branchkv.kernels.tree import Ints, Nodes, Sequences, Table
 
 __all__ = ["CPULayout", "CPURun", "cpu_layout"]
+
+Bools = npt.NDArray[np.bool_]
 
 # A node is read on its own when that spares gathering this many (row, token) pairs: a run costs about 60 microseconds
 # of operator calls, a gathered pair 0.3 (3 heads of 64, fp32; benchmarks/cpu_generate.py).
 MIN_RUN = 256
-# What a row reads alone is left where it lies if it is one piece of memory of at least so many tokens.
-MIN_ALONE = 256
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ class CPURun:
 
 @dataclass(frozen=True)
 class CPULayout:
-    """Columns of the score matrix: first those of the runs, then each row's own tokens.
+    """Columns of the score matrix: first those of the runs, then each row's own tokens, in chunks and gathered.
 
     Attributes:
         runs: nodes of the tree that are read once.
         shared: columns of the runs; a row may be in runs that fill only some of them.
+        chunks: what rows read alone and where it lies; None if that does not pay.
         tail: [rows, width] int64 slots of the other tokens, rows sorted; the pool's null slot where there is no token.
         order: [rows] int64 sorted place -> query row; None where both are the same.
         lengths: [rows] tokens up to each row's own, rows sorted.
@@ -59,6 +61,7 @@ class CPULayout:
 
     runs: tuple[CPURun, ...]
     shared: int
+    chunks: CPUChunks | None
     tail: torch.Tensor
     order: torch.Tensor | None
     lengths: Ints
@@ -66,18 +69,24 @@ class CPULayout:
     window: int | None
     tail_positions: Ints
     device: torch.device | None
+    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def own(self) -> int:
+        """Columns of what a row reads alone."""
+        return self.tail.shape[1] + (0 if self.chunks is None else self.chunks.columns)
 
     @cached_property
     def _positions(self) -> Ints:
-        rows, width = self.tail_positions.shape
-        every = np.full((rows, self.shared + width), -1, dtype=np.int64)
+        rows = len(self.lengths)
+        own = [self.tail_positions] if self.chunks is None else [self.chunks.positions, self.tail_positions]
+        every = np.concatenate([np.full((rows, self.shared), -1, dtype=np.int64), *own], axis=1)
         for run in self.runs:
             every[run.rows, run.column : run.column + run.tokens] = np.arange(run.start, run.start + run.tokens)
-        every[:, self.shared :] = self.tail_positions
         return every
 
     @cached_property
-    def _seen(self) -> npt.NDArray[np.bool_]:
+    def _seen(self) -> Bools:
         seen = (self._positions >= 0) & (self._positions < self.lengths[:, None])
         return seen if self.window is None else seen & (self._positions >= (self.lengths - self.window)[:, None])
 
@@ -87,17 +96,40 @@ class CPULayout:
         return None if self._seen.all() else torch.from_numpy(~self._seen).to(self.device)
 
     @cached_property
+    def place(self) -> torch.Tensor | None:
+        """[rows] int64 query row -> sorted place; None where both are the same."""
+        return None if self.order is None else self.order.argsort()
+
+    @cached_property
     def whole(self) -> bool:
         """Whether the rows of every run see all of it."""
         return all(run.whole for run in self.runs)
 
     @cached_property
-    def unread_tail(self) -> torch.Tensor | None:
-        """[rows, width] the same for the columns of ``tail`` alone."""
+    def tail_slots(self) -> torch.Tensor:
+        """[rows * width] int64 the slots of ``tail`` in one row."""
+        return self.tail.flatten()
+
+    @cached_property
+    def tail_unread(self) -> Bools:
+        """[rows, width] whether a row reads nothing in a column of ``tail``."""
         seen = (self.tail_positions >= 0) & (self.tail_positions < self.lengths[:, None])
         if self.window is not None:
             seen &= self.tail_positions >= (self.lengths - self.window)[:, None]
-        return None if seen.all() else torch.from_numpy(~seen).to(self.device)
+        return ~seen
+
+    def tail_mask(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """[kv_heads * rows, 1, width] or [1, 1, 1], added to scores: a number so low that its weight is 0.
+
+        It is not -inf, which in all columns of a row would make NaN.
+        """
+        key = kv_heads, dtype
+        if key not in self._masks:
+            unread = self.tail_unread[:, None]
+            mask = np.tile(unread, (kv_heads, 1, 1)) if unread.any() else np.zeros((1, 1, 1), dtype=bool)
+            low = torch.finfo(dtype).min / 2
+            self._masks[key] = torch.from_numpy(mask).to(self.device).to(dtype).mul_(low)
+        return self._masks[key]
 
     @cached_property
     def from_end(self) -> torch.Tensor:
@@ -126,27 +158,14 @@ def cpu_layout(
     tables, queries, ends = sequences.tables[order], sequences.queries[order], sequences.ends[order]
     firsts = sequences.firsts[order]
     bounds = np.concatenate([[0], np.cumsum(queries)])
-    newest = firsts if sequences.window is None else np.maximum(ends - sequences.window, 0)
-    filled, covered, runs = np.zeros(len(order), dtype=np.int64), np.zeros(tables.shape, dtype=bool), []
     size = sequences.block_size
-    rows = bounds[nodes.row_stop] - bounds[nodes.row_start]
-    long = (nodes.block_stop - nodes.block_start) * size
-    worth = np.flatnonzero(((rows - 1) * long >= MIN_RUN) | (long >= MIN_ALONE))
-    for node in worth[np.argsort(nodes.block_start[worth], kind="stable")].tolist():
-        inside = slice(int(nodes.row_start[node]), int(nodes.row_stop[node]))
-        first, last = int(nodes.block_start[node]), int(nodes.block_stop[node])
-        start, stop = max(first * size, int(firsts[inside].min())), min(last * size, int(ends[inside].max()))
-        slots = _slots(tables[inside.start, first:last], start - first * size, stop - start, size, device)
-        if rows[node] == 1 and not isinstance(slots, slice):
-            continue
-        if firsts[inside].max() > ends[inside].min():
-            continue  # between the windows of two sequences may lie a token that no row sees
-        column = int(filled[inside].max())
-        filled[inside] = column + stop - start
-        covered[inside, first:last] = True
-        whole = stop <= (ends - queries + 1)[inside].min() and start >= newest[inside].max()
-        query_rows = slice(int(bounds[inside.start]), int(bounds[inside.stop]))
-        runs.append(CPURun(query_rows, slots, start, stop - start, column, bool(whole)))
+    runs, covered, shared = _runs(tables, (firsts, ends, queries), nodes, sequences.window, size, device)
+    chunks = None
+    if (queries == 1).all():
+        alone = _alone(nodes, tables.shape) & ~covered & _whole_blocks(tables.shape, firsts, ends, size)
+        chunks = find_chunks(tables, alone, size, device)
+        if chunks is not None:
+            covered |= alone
     tail, positions = _tails(tables, covered, (firsts, ends), size, null_slot)
     row = np.repeat(np.arange(len(order)), queries)
     number = np.arange(len(row)) - bounds[row]
@@ -155,8 +174,9 @@ def cpu_layout(
     query_order = (np.cumsum(sequences.queries) - sequences.queries)[order][row] + number
     same = bool((query_order == np.arange(len(row))).all())
     return CPULayout(
-        runs=tuple(runs),
-        shared=int(filled.max(initial=0)),
+        runs=runs,
+        shared=shared,
+        chunks=chunks,
         tail=torch.from_numpy(tail).to(device),
         order=None if same else torch.from_numpy(query_order).to(device),
         lengths=ends[row] - queries[row] + number + 1,
@@ -165,6 +185,58 @@ def cpu_layout(
         tail_positions=positions,
         device=device,
     )
+
+
+def _runs(
+    tables: Table,
+    seen: tuple[Ints, Ints, Ints],
+    nodes: Nodes,
+    window: int | None,
+    size: int,
+    device: torch.device | None,
+) -> tuple[tuple[CPURun, ...], Bools, int]:
+    """Nodes that are worth a product of their own, which blocks those are, and how many columns they fill.
+
+    ``seen``: first position, end and number of queries of each sequence.
+    """
+    firsts, ends, queries = seen
+    bounds = np.concatenate([[0], np.cumsum(queries)])
+    newest = firsts if window is None else np.maximum(ends - window, 0)
+    filled, covered, runs = np.zeros(len(tables), dtype=np.int64), np.zeros(tables.shape, dtype=bool), []
+    rows = bounds[nodes.row_stop] - bounds[nodes.row_start]
+    worth = np.flatnonzero((rows - 1) * (nodes.block_stop - nodes.block_start) * size >= MIN_RUN)
+    for node in worth[np.argsort(nodes.block_start[worth], kind="stable")].tolist():
+        inside = slice(int(nodes.row_start[node]), int(nodes.row_stop[node]))
+        first, last = int(nodes.block_start[node]), int(nodes.block_stop[node])
+        if firsts[inside].max() > ends[inside].min():
+            continue  # between the windows of two sequences may lie a token that no row sees
+        start, stop = max(first * size, int(firsts[inside].min())), min(last * size, int(ends[inside].max()))
+        slots = _slots(tables[inside.start, first:last], start - first * size, stop - start, size, device)
+        column = int(filled[inside].max())
+        filled[inside] = column + stop - start
+        covered[inside, first:last] = True
+        whole = stop <= (ends - queries + 1)[inside].min() and start >= newest[inside].max()
+        query_rows = slice(int(bounds[inside.start]), int(bounds[inside.stop]))
+        runs.append(CPURun(query_rows, slots, start, stop - start, column, bool(whole)))
+    return tuple(runs), covered, int(filled.max(initial=0))
+
+
+def _alone(nodes: Nodes, shape: tuple[int, ...]) -> Bools:
+    """[rows, columns] blocks that are in the table of one row only."""
+    one = nodes.row_stop - nodes.row_start == 1
+    row = nodes.row_start[one]
+    edges = np.zeros((shape[0], shape[1] + 1), dtype=np.int8)
+    np.add.at(edges, (row, nodes.block_start[one]), 1)
+    np.add.at(edges, (row, nodes.block_stop[one]), -1)
+    alone: Bools = np.cumsum(edges, axis=1)[:, :-1] > 0
+    return alone
+
+
+def _whole_blocks(shape: tuple[int, ...], firsts: Ints, ends: Ints, size: int) -> Bools:
+    """[rows, columns] blocks that a row sees from the first slot to the last."""
+    start = np.arange(shape[1]) * size
+    whole: Bools = (start >= firsts[:, None]) & (start + size <= ends[:, None])
+    return whole
 
 
 def _slots(
@@ -179,7 +251,7 @@ def _slots(
 
 
 def _tails(
-    tables: npt.NDArray[np.int32], covered: npt.NDArray[np.bool_], seen: tuple[Ints, Ints], size: int, null_slot: int
+    tables: npt.NDArray[np.int32], covered: Bools, seen: tuple[Ints, Ints], size: int, null_slot: int
 ) -> tuple[Ints, Ints]:
     """Slots and positions [sequences, width] of the tokens in blocks that no run covers, left-aligned."""
     firsts, ends = seen

@@ -10,6 +10,7 @@ import torch
 
 from branchkv.errors import InvalidArgumentError
 from branchkv.kernels.cost import GPU_COST, CostModel
+from branchkv.kernels.cpu_batches import CPUBatch, make_batches
 from branchkv.kernels.cpu_layout import CPULayout, cpu_layout
 from branchkv.kernels.packing import Packing
 from branchkv.kernels.sharing import plain_runs, shared_runs
@@ -36,6 +37,7 @@ class AttentionPlan:
     Attributes:
         sequences, order, nodes, null_slot, device: as given.
         block_size, window: of the sequences.
+        accepted: shapes, strides, dtypes and devices of tensors that have been found to fit the plan.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class AttentionPlan:
         self.null_slot, self.device, self._cost = null_slot, device, cost
         self.block_size, self.window = sequences.block_size, sequences.window
         self._work: dict[Packing, WorkItems] = {}
+        self.accepted: set[tuple[Any, ...]] = set()
 
     @property
     def rows(self) -> int:
@@ -115,6 +118,11 @@ class AttentionPlan:
     def cpu_layout(self) -> CPULayout:
         """The plan as the CPU implementation reads it."""
         return cpu_layout(self.sequences, self.sequence_order, self.nodes, null_slot=self.null_slot, device=self.device)
+
+    @cached_property
+    def cpu_batches(self) -> tuple[CPUBatch, ...]:
+        """The runs of ``cpu_layout``, those of one shape and spacing together."""
+        return make_batches(self.cpu_layout.runs, self.device)
 
     @property
     def cost(self) -> CostModel:

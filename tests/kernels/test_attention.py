@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from branchkv.kernels import cpu_layout
+from branchkv.kernels import cpu_chunks, cpu_layout
 from branchkv.kernels.attention import attention
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.reference import reference_attention
@@ -42,10 +42,16 @@ def assert_as_good_as_eager(given: Problem, run: Any, dtype: torch.dtype) -> Non
         assert rms(got - exact) <= 2 * rms(rough - exact) + rounding
 
 
-@pytest.fixture(autouse=True, params=[1, 40, 10**9], ids=["all-runs", "some-runs", "no-runs"])
-def min_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tables with runs wherever rows share a token, with a few, and without."""
-    monkeypatch.setattr(cpu_layout, "MIN_RUN", request.param)
+WAYS = {"all-runs": (1, False), "some-runs": (40, True), "chunks": (10**9, True), "gathered": (10**9, False)}
+
+
+@pytest.fixture(autouse=True, params=WAYS.values(), ids=list(WAYS))
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tables with runs wherever rows share a token, with few or none, and the rest in chunks or gathered."""
+    runs, chunks = request.param
+    monkeypatch.setattr(cpu_layout, "MIN_RUN", runs)
+    monkeypatch.setattr(cpu_chunks, "MIN_BLOCK", 1)
+    monkeypatch.setattr(cpu_chunks, "MIN_TOKENS", 1 if chunks else 10**9)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

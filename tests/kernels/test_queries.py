@@ -50,7 +50,6 @@ def test_several_queries(
     block_size: int, window: int | None, option: str, min_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_layout, "MIN_RUN", min_run)
-    monkeypatch.setattr(cpu_layout, "MIN_ALONE", min_run)
     rng = np.random.default_rng([block_size, window or 0, min_run])
     torch.manual_seed(0)
     made = forked_tables(rng, rows=7, columns=6, block_size=block_size, queries=5)
