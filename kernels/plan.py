@@ -15,7 +15,7 @@ from branchkv.kernels.cpu_layout import CPULayout, cpu_layout
 from branchkv.kernels.packing import Packing
 from branchkv.kernels.sharing import plain_runs, shared_runs
 from branchkv.kernels.tree import Ints, Nodes, Sequences, find_nodes, sort_rows, visible
-from branchkv.kernels.work import WorkItems, alignment, best_cut, make_work
+from branchkv.kernels.work import WorkItems, alignment, best_cut, make_work, shortest_time
 
 __all__ = ["AttentionPlan", "make_plan", "make_sequences"]
 
@@ -137,9 +137,10 @@ class AttentionPlan:
             cut, time = best_cut(runs, packing, self._cost, align)
             if bool((runs.count > self.sequences.queries.max(initial=1)).any()):
                 alone = plain_runs(self.sequences, self.sequence_order)
-                plain_cut, plain_time = best_cut(alone, packing, self._cost, align)
-                if plain_time <= time:
-                    runs, cut = alone, plain_cut
+                if shortest_time(alone, packing, self._cost) < time:
+                    plain_cut, plain_time = best_cut(alone, packing, self._cost, align)
+                    if plain_time <= time:
+                        runs, cut = alone, plain_cut
             work = make_work(runs, self.row_order, packing, self._cost, cut)
             self._work[packing] = work.to(self.device)
         return self._work[packing]

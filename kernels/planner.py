@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from branchkv.kernels.plan import AttentionPlan, make_sequences
-from branchkv.kernels.tree import Ints, Nodes, Sequences, Table, find_nodes, sort_rows
+from branchkv.kernels.tree import Ints, Nodes, Sequences, Table, find_nodes, join_nodes, sort_rows
 
 __all__ = ["Planner"]
 
@@ -77,21 +77,4 @@ def _extend(last: AttentionPlan, tables: Table, column: int) -> tuple[Ints, Node
     right = tables[order, column:]
     inner = sort_rows(np.concatenate([group[:, None], right], axis=1))
     fresh = find_nodes(right[inner])
-    return order[inner], _join(nodes, fresh, column)
-
-
-def _join(left: Nodes, right: Nodes, column: int) -> Nodes:
-    """Nodes of the columns before ``column``, and those of the columns from there on, which count from 0."""
-    kept = left.block_start < column
-    parts = [
-        np.stack([left.row_start, left.row_stop, left.block_start, np.minimum(left.block_stop, column)], axis=1)[kept],
-        np.stack([right.row_start, right.row_stop, right.block_start + column, right.block_stop + column], axis=1),
-    ]
-    every = np.concatenate(parts)
-    every = every[np.lexsort((every[:, 2], every[:, 0]))]
-    same = (every[1:, :2] == every[:-1, :2]).all(axis=1) & (every[:-1, 3] == column) & (every[1:, 2] == column)
-    stops = every[:, 3].copy()
-    stops[:-1][same] = every[1:, 3][same]
-    keep = np.append(True, ~same)
-    rows, after, start = (np.ascontiguousarray(every[keep, part]) for part in range(3))
-    return Nodes(rows, after, start, stops[keep])
+    return order[inner], join_nodes(nodes, fresh, column)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Nodes", "Sequences", "Table", "find_nodes", "find_parents", "sort_rows", "visible"]
+__all__ = ["Ints", "Nodes", "Sequences", "Table", "find_nodes", "find_parents", "join_nodes", "sort_rows", "visible"]
 
 Ints = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
@@ -106,6 +106,22 @@ def find_nodes(tables: Table) -> Nodes:
     In each column, neighbouring rows that hold the same block form a segment. A segment that spans the same rows in
     consecutive columns is a node. -1 belongs to no node.
     """
+    alike = ((tables[1:] == tables[:-1]) & (tables[1:] >= 0)).any(axis=0)
+    column = tables.shape[1] - int(np.argmax(alike[::-1])) if alike.any() else 0
+    # Behind the last column in which any two rows are alike, every row is on its own.
+    alone = _single_rows(tables[:, column:])
+    return join_nodes(_segments(tables[:, :column]), alone, column) if column else alone
+
+
+def _single_rows(tables: Table) -> Nodes:
+    held = tables >= 0
+    rows = np.flatnonzero(held.any(axis=1))
+    first = held[rows].argmax(axis=1) if held.shape[1] else rows
+    return Nodes(rows, rows + 1, first, first + held[rows].sum(axis=1))
+
+
+def _segments(tables: Table) -> Nodes:
+    """``find_nodes`` for columns in which rows are alike."""
     rows, columns = tables.shape
     by_column = np.ascontiguousarray(tables.T)  # [columns, rows]
     parts = np.ones((columns, rows), dtype=bool)
@@ -122,6 +138,23 @@ def find_nodes(tables: Table) -> Nodes:
     starts, stops = _by_row(heads[begins], rows), _by_row(heads[ends], rows)
     row, column = starts % rows, starts // rows
     return Nodes(row, row + place[starts + rows], column, stops // rows + 1)
+
+
+def join_nodes(left: Nodes, right: Nodes, column: int) -> Nodes:
+    """Nodes of the columns before ``column``, and those of the columns from there on, which count from 0."""
+    kept = left.block_start < column
+    parts = [
+        np.stack([left.row_start, left.row_stop, left.block_start, np.minimum(left.block_stop, column)], axis=1)[kept],
+        np.stack([right.row_start, right.row_stop, right.block_start + column, right.block_stop + column], axis=1),
+    ]
+    every = np.concatenate(parts)
+    every = every[np.lexsort((every[:, 2], every[:, 0]))]
+    same = (every[1:, :2] == every[:-1, :2]).all(axis=1) & (every[:-1, 3] == column) & (every[1:, 2] == column)
+    stops = every[:, 3].copy()
+    stops[:-1][same] = every[1:, 3][same]
+    keep = np.append(True, ~same)
+    rows, after, start = (np.ascontiguousarray(every[keep, part]) for part in range(3))
+    return Nodes(rows, after, start, stops[keep])
 
 
 def find_parents(nodes: Nodes) -> Ints:

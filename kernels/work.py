@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from branchkv.kernels.packing import Packing
 from branchkv.kernels.sharing import Runs
 from branchkv.kernels.tree import Ints
 
-__all__ = ["Cut", "Packing", "WorkItems", "alignment", "best_cut", "durations", "make_work"]
+__all__ = ["Cut", "Packing", "WorkItems", "alignment", "best_cut", "durations", "make_work", "shortest_time"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -120,17 +121,28 @@ def best_cut(runs: Runs, packing: Packing, cost: CostModel, align: int) -> tuple
     return best, times[best]
 
 
+def shortest_time(runs: Runs, packing: Packing, cost: CostModel) -> float:
+    """Microseconds that no cut of the runs can beat: all processors busy with uncut runs from beginning to end."""
+    programs = packing.tiles(runs.count) * packing.kv_heads
+    return float((durations(runs.count, runs.tokens, packing, cost) * programs).sum()) / cost.processors
+
+
 def _lengths(runs: Runs, cuttable: Bools, packing: Packing, cost: CostModel, whole: Cut) -> set[int]:
     """Lengths worth a look: the shortest ones whose programs fit the processors in so many rounds."""
     if not cuttable.any():
         return set()
-    steps = np.geomspace(1, whole.several // whole.align, _GRID)
-    grid = np.unique(np.ceil(steps).astype(np.int64)) * whole.align
+    grid = _grid(whole.several // whole.align) * whole.align
     tiles = packing.tiles(runs.count) * packing.kv_heads
     pieces = np.maximum(1, -(-runs.tokens[cuttable] // grid[:, None]))  # [grid, runs]
     programs = pieces @ tiles[cuttable] + tiles[~cuttable].sum()  # falls from left to right
     fits = (int(np.argmax(programs <= rounds * cost.processors)) for rounds in _ROUNDS)
     return {int(grid[place]) for place in fits if place}
+
+
+@lru_cache(maxsize=1024)
+def _grid(most: int) -> Ints:
+    """Lengths from 1 to ``most``, evenly spaced by ratio."""
+    return np.unique(np.ceil(np.geomspace(1, most, _GRID)).astype(np.int64))
 
 
 def _estimate(runs: Runs, alone: Bools, cut: Cut, packing: Packing, cost: CostModel) -> float:
