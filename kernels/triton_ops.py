@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.buffers import PlanBuffers
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.kernels.triton_configs import BLOCK_STEP, DTYPES, FP_FUSION, SLOT_TILE, packing, padded, tiles
@@ -17,10 +18,10 @@ def triton_attention(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    plan: AttentionPlan,
+    plan: AttentionPlan | PlanBuffers,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``branchkv.kernels.attention.attention``.
+    """See ``branchkv.kernels.attention.attention``; ``plan`` may be fixed buffers, for launches to be recorded.
 
     Raises:
         InvalidArgumentError: a block size or a dtype that the kernel does not take.
