@@ -58,6 +58,8 @@ class CPUBatch:
             shape = (self.runs, pool.shape[0], self.tokens, pool.shape[2])
             offset = pool.storage_offset() + self.start * slot
             return pool.as_strided(shape, (self.step * slot, head, slot, last), offset)
+        if pieces == 1:
+            return run[None]
         evenly: torch.Tensor = run.unflatten(1, (pieces, self.tokens // pieces))
         return evenly.transpose(0, 1)
 

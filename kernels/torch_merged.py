@@ -89,7 +89,8 @@ def _add(total: Partial | None, out: torch.Tensor, lse: torch.Tensor) -> Partial
     """Merge partial results along their first dimension, and with what there is so far, which may be overwritten."""
     wide = torch.promote_types(out.dtype, torch.float32)
     out, lse = out.to(wide), lse.to(wide)
-    for part_out, part_lse in zip(out, lse, strict=True):
+    for piece in range(len(out)):
+        part_out, part_lse = out[piece], lse[piece]
         if total is None:
             total = part_out, part_lse
             continue
