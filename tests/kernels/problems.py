@@ -50,7 +50,8 @@ def problem(
     rng = np.random.default_rng(seed)
     everything = option == "everything"
     window = 9 if option == "window" or everything else None
-    tables = random_tables(rng, block_size=int(rng.choice([1, 3, 16])), window=window, **layout)
+    drawn = int(rng.choice([1, 3, 16]))
+    tables = random_tables(rng, **{"block_size": drawn, "window": window, **layout})
     rows, (kv_heads, query_heads) = len(tables.lengths), heads
 
     def draw(*shape: int) -> torch.Tensor:

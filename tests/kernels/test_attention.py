@@ -76,6 +76,15 @@ def test_every_precision_is_as_good_as_eager(option: str, run: Any, dtype: torch
         assert_as_good_as_eager(problem(seed, dims=(dim, dim), option=option, dtype=dtype), run, dtype)
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64, 128])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("run", [reference_attention, torch_attention])
+def test_every_block_size(run: Any, option: str, block_size: int) -> None:
+    seed = OPTIONS.index(option) * 10 + block_size
+    given = problem(seed, option=option, block_size=block_size, longest=3 * block_size + 40)
+    assert_as_good_as_eager(given, run, torch.float32)
+
+
 @pytest.mark.parametrize("run", [reference_attention, torch_attention])
 def test_keys_and_values_may_be_stored_in_less_precision(run: Any) -> None:
     given = problem(1, dtype=torch.bfloat16)

@@ -304,3 +304,21 @@ def test_operators_describe_themselves() -> None:
     torch.library.opcheck(triton_ops.write_slots, (key_pool, value_pool, *new), test_utils=CHECKS)
     copies = (key_pool, torch.tensor([0]), torch.tensor([1]), 16)
     torch.library.opcheck(triton_ops.copy_blocks, copies, test_utils=CHECKS)
+
+
+def test_the_compiler_takes_an_operator_as_it_is() -> None:
+    """No graph break, and the same numbers: the compiled graph calls the operator."""
+    given = problem(3, 16, (2, 8), (24, 40), "window", torch.float32)
+    query, keys, values = given.to(torch.float32)
+    plan = given.plan
+    work = plan.work(packing(tiles(torch.float32, 24, 40, 16), 2, 4, 24, 40, torch.float32))
+    step = (work.items, work.offsets, work.slots, plan.order, plan.sequence, plan.lengths, plan.ends, plan.tables)
+
+    def layer(query: torch.Tensor) -> torch.Tensor:
+        options = (None, None, None, 0.5, None, plan.window, 16)
+        out: torch.Tensor = triton_ops.paged_attention(query * 2, keys, values, *step, *options)[0]
+        return out + 1
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(query), layer(query))
