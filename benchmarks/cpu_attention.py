@@ -1,19 +1,18 @@
 """Time of the attention operator on the CPU, against SDPA over dense copies of the same K/V, paired in one run.
 
-    python benchmarks/cpu_attention.py [--threads 2] [--rounds 200]
+    python benchmarks/cpu_attention.py [--threads 2] [--rounds 100] [--layers 8]
 
-SmolLM2-135M's shapes: 9 query heads, 3 K/V heads of 64, fp32. Prints medians in microseconds, the ratio (above 1: the
-operator is faster) as the median of paired ratios, and the largest difference of the two results. The two sides are
-called in turn, so that each finds the caches as the other has left them.
+SmolLM2-135M's shapes: 9 query heads, 3 K/V heads of 64, fp32. As in a step of a model, a side goes through several
+layers, each with K/V of its own, before it is the other side's turn. Prints medians in microseconds a layer, the ratio
+(above 1: the operator is faster) as the median of paired ratios, and the largest difference of the two results.
 
-The last column is the operator's time, called again and again, less that of its arithmetic alone: the fused kernel on
-the shared run, and two products and a softmax for the rest, on operands that lie ready.
+The last column is the operator's time less that of its arithmetic alone: the fused kernel on the shared run, and two
+products and a softmax for the rest, on operands that lie ready.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,86 +54,89 @@ def tables_of(case: Case) -> np.ndarray:
     return names[np.array(rows)]
 
 
-def median_pair(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    times: list[tuple[float, float]] = []
-    for _ in range(rounds):
-        pair = []
-        for run in (ours, theirs):
-            start = time.perf_counter()
-            run()
-            pair.append((time.perf_counter() - start) * 1e6)
-        times.append((pair[0], pair[1]))
-    warm = times[rounds // 10 :]
-    mine, other = (statistics.median(values) for values in zip(*warm, strict=True))
-    return mine, other, statistics.median(b / a for a, b in warm)
+@dataclass(frozen=True)
+class Layer:
+    """Pools [slots, kv_heads, dim], and the same K/V densely [rows, kv_heads, tokens, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    dense_keys: torch.Tensor
+    dense_values: torch.Tensor
 
 
-def repeated(run: Callable[[], object], rounds: int = 300) -> float:
-    """Median microseconds of a call among many of the same."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times[rounds // 10 :])
+def layer_of(slots: int, gathered: torch.Tensor) -> Layer:
+    keys, values = (torch.randn(KV_HEADS, slots + 1, DIM).transpose(0, 1) for _ in range(2))
+    return Layer(keys, values, *(pool[gathered].transpose(1, 2).contiguous() for pool in (keys, values)))
 
 
-def arithmetic(case: Case, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], object]:
-    """What has to be computed at least, for rows that share [1, kv_heads, tokens, dim] of ``keys`` and ``values``."""
+def arithmetic(case: Case, query: torch.Tensor) -> Callable[[Layer], object]:
+    """What has to be computed at least where rows share the first slots of the pools."""
     rows, width, group = case.rows, case.private, HEADS // KV_HEADS
     packed = query.view(rows, KV_HEADS, group, DIM).transpose(0, 1).reshape(1, KV_HEADS, rows * group, DIM)
     folded, own = packed.view(KV_HEADS * rows, group, DIM), torch.randn(2, KV_HEADS * rows, width, DIM)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def run() -> object:
+    def run(layer: Layer) -> object:
+        keys, values = (pool[: case.shared].transpose(0, 1)[None] for pool in (layer.keys, layer.values))
         weights = torch.bmm(folded, own[0].transpose(1, 2)).softmax(dim=-1)
         return fused(packed, keys, values, scale=DIM**-0.5), torch.bmm(weights, own[1])
 
     return run
 
 
-def measure(case: Case, rounds: int) -> str:
-    tables = tables_of(case)
-    slots = (int(tables.max()) + 1) * BLOCK
-    length = case.shared + case.private
+def in_turns(sides: list[Callable[[Layer], object]], layers: list[Layer], rounds: int) -> np.ndarray:
+    """[rounds, sides] microseconds a layer."""
+    times = np.empty((rounds, len(sides)))
+    for turn in range(rounds):
+        for number, side in enumerate(sides):
+            start = time.perf_counter()
+            for layer in layers:
+                side(layer)
+            times[turn, number] = (time.perf_counter() - start) * 1e6 / len(layers)
+    return times[rounds // 10 :]
+
+
+def measure(case: Case, args: argparse.Namespace) -> str:
+    tables, length = tables_of(case), case.shared + case.private
+    slots, position = (int(tables.max()) + 1) * BLOCK, np.arange(length)
     torch.manual_seed(0)
-    keys, values = (torch.randn(KV_HEADS, slots + 1, DIM).transpose(0, 1) for _ in range(2))
+    gathered = torch.from_numpy(tables[:, position // BLOCK] * BLOCK + position % BLOCK)
+    layers = [layer_of(slots, gathered) for _ in range(args.layers)]
     query = torch.randn(case.rows, HEADS, DIM)
     plan: AttentionPlan = make_plan(tables, np.full(case.rows, length), block_size=BLOCK, null_slot=slots)
     options = AttentionOptions(scale=DIM**-0.5)
-    position = np.arange(length)
-    gathered = torch.from_numpy(tables[:, position // BLOCK] * BLOCK + position % BLOCK)
-    dense_keys, dense_values = (pool[gathered].transpose(1, 2).contiguous() for pool in (keys, values))
 
-    def theirs() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query[:, :, None], dense_keys, dense_values, enable_gqa=True)
+    def theirs(layer: Layer) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query[:, :, None], layer.dense_keys, layer.dense_values, enable_gqa=True)
 
-    def ours() -> torch.Tensor:
-        return attention(query, keys, values, plan, options)[0]
+    def ours(layer: Layer) -> torch.Tensor:
+        return attention(query, layer.keys, layer.values, plan, options)[0]
 
-    extra = "-"
+    off = max(float((ours(layer) - theirs(layer)[:, :, 0]).abs().max()) for layer in layers)
+    sides: list[Callable[[Layer], object]] = [theirs, ours]
     if case.shared:
-        run = (tensor[: case.shared].transpose(0, 1)[None] for tensor in (keys, values))
-        extra = f"{repeated(ours) - repeated(arithmetic(case, query, *run)):,.0f}"
-    off = float((ours() - theirs()[:, :, 0]).abs().max())
-    mine, other, ratio = median_pair(ours, theirs, rounds)
+        sides.append(arithmetic(case, query))
+    times = in_turns(sides, layers, args.rounds)
+    ratio = np.median(times[:, 0] / times[:, 1])
+    extra = f"{np.median(times[:, 1] - times[:, 2]):,.0f}" if case.shared else "-"
+    other, mine = np.median(times[:, :2], axis=0)
     return f"| {case.name} | {other:,.0f} | {mine:,.0f} | {ratio:.2f} | {off:.1e} | {extra} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(
-        f"torch {torch.__version__}, {args.threads} threads, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, blocks of {BLOCK}"
-    )
+    setting = f"{args.layers} layers, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, blocks of {BLOCK}"
+    print(f"torch {torch.__version__}, {args.threads} threads, {setting}")
     print("| case | SDPA us | branchkv us | times faster | largest difference | overhead us |")
     print("|---|--:|--:|--:|--:|--:|")
     with torch.inference_mode():
         for case in CASES:
-            print(measure(case, args.rounds), flush=True)
+            print(measure(case, args), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ def test_bf16_uses_matrix_instructions_and_spills_nothing(target: str) -> None:
 def test_fp32_products_are_not_rounded_to_tf32(target: str) -> None:
     (found,) = aot.compile_all(target, 1, [aot.Variant("attention", torch.float32, 64, 16)])  # raises where they are
     assert not found.matrix_instructions
-    assert found.spills == 0
 
 
 @pytest.mark.slow
