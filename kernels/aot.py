@@ -126,6 +126,8 @@ def compile_all(
         CompilationError: from ``report``.
     """
     check_target(target)
+    if jobs is not None and jobs < 1:
+        raise InvalidArgumentError("jobs", "at least 1, or None", str(jobs))
     chosen = variants() if only is None else only
     workers = ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn"), initializer=_leave_interpreter)
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,12 +44,18 @@ def attention(
         InvalidArgumentError: shapes, dtypes, devices or strides that do not fit together, or a table that names slots
             beyond the pools; named with expected and got, before anything runs.
     """
+    _check("plan", isinstance(plan, AttentionPlan), "an AttentionPlan", type(plan).__name__)
+    for name, tensor in (("query", query), ("key_pool", key_pool), ("value_pool", value_pool)):
+        _check(name, isinstance(tensor, torch.Tensor), "a torch.Tensor", type(tensor).__name__)
     shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (query, key_pool, value_pool))
     if shapes not in plan.accepted:  # the layers of a step are alike
         _check_tensors(query, key_pool, value_pool)
         _check_plan(query, key_pool, value_pool, plan)
         plan.accepted.add(shapes)
     _check_options(options, query, plan)
+    if plan.rows == 0:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return query.new_empty((0, query.shape[1], value_pool.shape[2])), query.new_empty(query.shape[:2], dtype=wide)
     if run is None:
         run = implementation(resolve("auto", query.device))
     return run(query, key_pool, value_pool, plan, options)
@@ -70,6 +77,8 @@ def _check_tensors(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torc
 
 def _check_plan(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, plan: AttentionPlan) -> None:
     _check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
+    device = plan.lengths.device
+    _check("plan", device == query.device, f"a plan on {query.device}, as query: make_plan(..., device=...)", device)
     slots = max((plan.largest_block + 1) * plan.block_size, plan.null_slot + 1)
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
         _check(name, pool.shape[0] >= slots, f"at least {slots} slots, which the plan names", pool.shape[0])
@@ -79,12 +88,14 @@ def _check_options(options: AttentionOptions, query: torch.Tensor, plan: Attenti
     heads = query.shape[1]
     for name, values in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
         if values is not None:
+            _check(name, values.is_floating_point(), "a floating-point dtype", values.dtype)
             _check(name, values.shape == (heads,), f"{heads} values, one per query head", list(values.shape))
             _check(name, values.device == query.device, f"a tensor on {query.device}, as query", values.device)
     if options.softcap is not None:
-        _check("softcap", options.softcap > 0, "more than 0, or None", options.softcap)
+        _check("softcap", 0 < options.softcap < math.inf, "more than 0 and finite, or None", options.softcap)
     if options.bias is None:
         return
+    _check("bias", options.bias.is_floating_point(), "a floating-point dtype", options.bias.dtype)
     shape = (1,) * (4 - options.bias.ndim) + tuple(options.bias.shape)
     _check("bias", len(shape) == 4, "at most 4 dimensions", list(options.bias.shape))
     _check("bias", options.bias.device == query.device, f"a tensor on {query.device}, as query", options.bias.device)

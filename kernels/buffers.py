@@ -25,6 +25,7 @@ class PlanCapacity:
         rows: query rows.
         items: work items.
         partials: partial results; 0 means that no plan may have any.
+        slots: of the pools that will be read.
     """
 
     sequences: int
@@ -32,6 +33,7 @@ class PlanCapacity:
     rows: int
     items: int
     partials: int
+    slots: int
 
 
 class PlanBuffers:
@@ -79,6 +81,11 @@ class PlanBuffers:
         self.tables = parts[0].view(capacity.sequences, capacity.columns)
         self.sequence, self.lengths, self.ends, self.order = parts[1:5]
         self._work = WorkItems(parts[5].view(capacity.items, 6), parts[6], parts[7], capacity.partials)
+
+    @property
+    def slots(self) -> int:
+        """Slots that the pools must have."""
+        return self._capacity.slots
 
     @property
     def rows(self) -> int:
@@ -131,6 +138,7 @@ class PlanBuffers:
             ("rows", plan.rows, most.rows),
             ("items", len(work.items), most.items),
             ("partials", work.partials, most.partials),
+            ("slots", (plan.largest_block + 1) * plan.block_size, most.slots),
         ):
             if got > limit:
                 raise InvalidArgumentError("plan", f"at most {limit} {name}, the capacity of the buffers", str(got))

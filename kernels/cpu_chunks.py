@@ -88,10 +88,12 @@ def find_chunks(tables: Table, alone: Bools, size: int, device: torch.device | N
 
     Args:
         tables: [rows, columns] block ids, rows sorted.
-        alone: [rows, columns] blocks that their row reads alone and as a whole.
+        alone: [rows, columns] blocks that their row reads alone and as a whole; set to False for blocks that another
+            row turns out to hold as well.
         size: slots per block.
         device: where tensors go.
     """
+    alone &= _once(tables)
     if alone.sum() * size < MIN_TOKENS or size < MIN_BLOCK:
         return None
     row, column = np.nonzero(alone)
@@ -114,6 +116,13 @@ def find_chunks(tables: Table, alone: Bools, size: int, device: torch.device | N
             inside = block * size >= segment.start
             number = np.where(inside, block - segment.start // size + segment.first, number)
     return _chunks(segments, tokens, (row, column, number), len(tables), size, device)
+
+
+def _once(tables: Table) -> Bools:
+    """[rows, columns] whether no other cell has the same block: windows can sort rows apart that share one."""
+    times = np.bincount(tables[tables >= 0], minlength=1)
+    once: Bools = (times[np.maximum(tables, 0)] == 1) & (tables >= 0)
+    return once
 
 
 def _even_runs(row: Ints, column: Ints, block: Ints, counts: Ints, size: int) -> Segment | None:

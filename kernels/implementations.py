@@ -52,7 +52,8 @@ def implementation(name: str) -> Implementation:
             return triton_attention
         case _:
             raise UnsupportedOptionError(
-                f"attention={name!r}", "the implementations are 'auto', 'triton', 'torch' and 'reference'"
+                f"attention={name!r}",
+                "the implementations are 'triton', 'torch' and 'reference', or 'auto' for one of them",
             )
 
 

@@ -135,7 +135,7 @@ class AttentionPlan:
             align = alignment(self.block_size)
             runs = shared_runs(self.sequences, self.sequence_order, self.nodes, packing, self._cost)
             cut, time = best_cut(runs, packing, self._cost, align)
-            if bool((runs.count > self.sequences.queries.max(initial=1)).any()):
+            if bool((self.nodes.rows > 1).any()):
                 alone = plain_runs(self.sequences, self.sequence_order)
                 if shortest_time(alone, packing, self._cost) < time:
                     plain_cut, plain_time = best_cut(alone, packing, self._cost, align)
@@ -173,7 +173,8 @@ def make_plan(
     """Plan from scratch; ``branchkv.kernels.planner.Planner`` makes one step after step from the one before.
 
     Args:
-        tables: [sequences, columns] physical block ids in logical order; -1 where nothing is held.
+        tables: [sequences, columns] physical block ids in logical order; -1 where nothing is held. A block may be in
+            any tables; what is shared from the first visible block on is read once.
         lengths: [sequences] tokens of each sequence, this step's included.
         block_size: slots per block.
         null_slot: slot that reads as zero.
@@ -182,23 +183,30 @@ def make_plan(
         device: where the plan's tensors go.
 
     Raises:
-        InvalidArgumentError: the arrays do not fit together, or a block that a row sees is missing.
+        InvalidArgumentError: the arrays do not fit together, or a block that a row sees is missing. They are copied.
     """
     sequences = make_sequences(tables, lengths, queries, block_size, window)
+    _check("null_slot", null_slot >= 0, "at least 0", null_slot)
     order = sort_rows(sequences.tables)
     return AttentionPlan(sequences, order, find_nodes(sequences.tables[order]), null_slot, device)
 
 
 def make_sequences(tables: Ints, lengths: Ints, queries: Ints | None, block_size: int, window: int | None) -> Sequences:
-    """Checked input of a plan; see ``make_plan``."""
+    """Checked and copied input of a plan; see ``make_plan``."""
     queries = np.ones_like(lengths) if queries is None else queries
+    for name, values in (("tables", tables), ("lengths", lengths), ("queries", queries)):
+        _check(name, isinstance(values, np.ndarray), "a numpy array", type(values).__name__)
+        _check(name, np.issubdtype(values.dtype, np.integer), "integers", values.dtype)
+    for name, number in (("block_size", block_size), ("window", 1 if window is None else window)):
+        whole = isinstance(number, (int, np.integer)) and number >= 1
+        _check(name, whole, f"a whole number of at least 1{', or None' * (name == 'window')}", number)
     _check("tables", tables.ndim == 2, "a matrix [sequences, columns]", list(tables.shape))
+    largest = tables.max(initial=-1)
+    _check("tables", largest <= np.iinfo(np.int32).max, "block ids below 2**31", largest)
     for name, values in (("lengths", lengths), ("queries", queries)):
         _check(name, values.shape == tables.shape[:1], f"shape {list(tables.shape[:1])}", list(values.shape))
-        _check(name, np.issubdtype(values.dtype, np.integer), "integers", values.dtype)
         _check(name, not (values < 1).any(), "at least 1", values.min(initial=1))
-    _check("block_size", block_size >= 1, "at least 1", block_size)
-    _check("window", window is None or window >= 1, "at least 1, or None", window)
+    lengths, queries = lengths.astype(np.int64), queries.astype(np.int64)  # copies: the caller's may change
     _check("queries", not (queries > lengths).any(), "no more than the sequence has tokens", queries.max(initial=0))
     held, most = tables.shape[1] * block_size, lengths.max(initial=0)
     _check("lengths", most <= held, f"at most {held}, the slots of {tables.shape[1]} columns of tables", most)

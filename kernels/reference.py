@@ -39,6 +39,7 @@ def reference_attention(
         logits = scores if options.sinks is None else torch.cat([scores, options.sinks.to(wide)[:, None]], dim=-1)
         lse = torch.logsumexp(logits, dim=-1)
         weights = torch.softmax(logits, dim=-1)[:, : len(positions)]
+        weights = weights.masked_fill(lse[:, None] == -torch.inf, 0.0)  # a bias may leave a row nothing
         outputs.append(torch.einsum("ht,thd->hd", weights, values))
         lses.append(lse)
     return torch.stack(outputs).to(query.dtype), torch.stack(lses)

@@ -108,9 +108,7 @@ def _runs(sequences: Sequences, order: Ints, nodes: Nodes) -> Runs:
     first = queries[nodes.row_start]
     start, stop = nodes.block_start * size, nodes.block_stop * size
     seen = np.minimum(stop, _longest(sequences.ends[order], nodes))
-    if sequences.window is not None:
-        seen_from = _shortest(sequences.firsts[order], nodes)
-        start = np.maximum(start, seen_from)
+    # A window may begin within the first block: not cut off here, so that the items hold for other lengths as well.
     return Runs(first, queries[nodes.row_stop] - first, start, stop, seen - start)
 
 
@@ -122,10 +120,6 @@ def _sum_of_children(values: np.ndarray, parents: Ints) -> np.ndarray:
 
 def _longest(values: Ints, nodes: Nodes) -> Ints:
     return _reduce(np.maximum, values, nodes)
-
-
-def _shortest(values: Ints, nodes: Nodes) -> Ints:
-    return _reduce(np.minimum, values, nodes)
 
 
 def _reduce(function: np.ufunc, values: Ints, nodes: Nodes) -> Ints:

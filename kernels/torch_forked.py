@@ -43,7 +43,7 @@ def torch_attention(
             out, lse = out * torch.exp(lse - with_sink)[..., None], with_sink
         out = out.to(query.dtype)
     else:
-        out, lse = _in_one_softmax(folded * options.scale, keys, values, layout, options)
+        out, lse = _in_one_softmax(folded, keys, values, layout, options)
     out = out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
     lse = lse.view(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads)
     if layout.place is None:
@@ -57,27 +57,27 @@ def _in_one_softmax(
     """Output [kv_heads, rows, group, value_dim] and LSE [kv_heads, rows, group] of folded queries."""
     kv_heads, packed, _ = query.shape
     rows = len(layout.lengths)
-    scores = _scores(query, keys, layout, rows)
-    wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
-    wide = _options(wide.view(kv_heads, rows, packed // rows, -1), layout, options)
-    weights, lse = _softmax(wide, options.sinks)
+    scores = _scores(query, keys, layout, options.scale).view(kv_heads, rows, packed // rows, -1)
+    weights, lse = _softmax(_options(scores, layout, options), options.sinks)
     weights = weights.to(query.dtype).view(kv_heads, packed, -1)
     return _values(weights, values, layout, rows).view(kv_heads, rows, packed // rows, -1), lse
 
 
-def _scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, rows: int) -> torch.Tensor:
-    """[kv_heads, rows * group, columns]; what stands where a row reads nothing is masked afterwards."""
+def _scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float) -> torch.Tensor:
+    """[kv_heads, rows * group, columns] in float32 at least; masked afterwards where a row reads nothing."""
     kv_heads, packed, _ = query.shape
-    group, every = packed // rows, layout.shared + layout.own
+    rows, every = len(layout.lengths), layout.shared + layout.own
+    group, wide = packed // rows, torch.promote_types(query.dtype, torch.float32)
     partly = any(run.rows.stop - run.rows.start < rows for run in layout.runs)
-    scores = (query.new_zeros if partly else query.new_empty)((kv_heads, packed, every))
+    scores = (query.new_zeros if partly else query.new_empty)((kv_heads, packed, every), dtype=wide)
     for run in layout.runs:
         part = slice(run.rows.start * group, run.rows.stop * group)
         run_keys = _run(keys, run, query.dtype)
         target = scores[:, part, run.column : run.column + run.tokens]
-        torch.bmm(query[:, part], run_keys.transpose(1, 2), out=target)
+        # Scaled afterwards: a scaled query would be rounded once more.
+        torch.mul(torch.bmm(query[:, part], run_keys.transpose(1, 2)).to(wide), scale, out=target)
     if layout.own:
-        own = own_scores(query, keys, layout, scale=1.0)
+        own = own_scores(query, keys, layout, scale)
         scores.view(kv_heads, rows, group, every)[..., layout.shared :] = own
     return scores
 
@@ -122,10 +122,13 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     """Softmax over the last dimension of [kv_heads, rows, group, columns], and the log-sum-exp; sinks in both.
 
     The LSE is read off the largest score and its weight, which spares a pass of exponentials; that weight is at least
-    1 / n, so nothing is lost.
+    1 / n, so nothing is lost. A row whose bias leaves it nothing gets 0, with an LSE of -inf.
     """
-    weights = scores.softmax(dim=-1)
-    lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()
+    weights, top = scores.softmax(dim=-1), scores.amax(dim=-1)
+    nothing = top == -torch.inf
+    lse = (top - weights.amax(dim=-1).log()).masked_fill_(nothing, -torch.inf)
+    if bool(nothing.any()):
+        weights = weights.masked_fill(nothing[..., None], 0.0)
     if sinks is None:
         return weights, lse
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype).view(lse.shape[0], 1, lse.shape[2]))

@@ -77,7 +77,6 @@ def _own(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: 
     """What the rows read alone; the LSE of a row without is so small that nothing comes of it."""
     kv_heads, packed, _ = query.shape
     scores = own_scores(query, keys, layout, scale)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights = scores.softmax(dim=-1)
     # From the largest score and its weight, at least 1 / columns: half the time of logsumexp.
     lse = scores.amax(dim=-1).sub_(weights.amax(dim=-1).log_())

@@ -12,7 +12,7 @@ __all__ = ["own_scores", "own_values"]
 
 
 def own_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float) -> torch.Tensor:
-    """Scaled scores [kv_heads, rows, group, own columns] in the dtype of ``query``, very low where there is no token.
+    """Scaled scores [kv_heads, rows, group, own columns], in float32 at least, very low where there is no token.
 
     Args:
         query: [kv_heads, rows * group, key_dim], rows in the layout's order.
@@ -25,7 +25,8 @@ def own_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale
     group = packed // rows
     if layout.chunks is None:
         return _tail_scores(query, keys, layout, scale)
-    scores = query.new_empty((kv_heads, rows, group, layout.chunks.columns + width))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.new_empty((kv_heads, rows, group, layout.chunks.columns + width), dtype=wide)
     _chunk_scores(query, keys, layout.chunks, scale, scores[..., : layout.chunks.columns])
     if width:
         scores[..., layout.chunks.columns :] = _tail_scores(query, keys, layout, scale)
@@ -51,8 +52,13 @@ def _tail_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, sca
     rows, width = layout.tail.shape
     own = keys.index_select(1, layout.tail_slots).view(kv_heads * rows, width, dim).to(query.dtype)
     folded = query.view(kv_heads * rows, packed // rows, dim)
-    mask = layout.tail_mask(kv_heads, query.dtype)
-    return torch.baddbmm(mask, folded, own.transpose(1, 2), alpha=scale).view(kv_heads, rows, packed // rows, width)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mask = layout.tail_mask(kv_heads, wide)
+    if query.dtype == wide:
+        scores = torch.baddbmm(mask, folded, own.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(folded, own.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
+    return scores.view(kv_heads, rows, packed // rows, width)
 
 
 def _tail_values(weights: torch.Tensor, values: torch.Tensor, layout: CPULayout) -> torch.Tensor:
@@ -83,7 +89,7 @@ def _chunk_scores(
         products = products.index_select(1, chunks.select)
     most = chunks.columns // chunks.tokens
     by_row = products.view(kv_heads, rows, most, group, chunks.tokens).transpose(2, 3)
-    torch.mul(by_row, scale, out=target.unflatten(3, (most, chunks.tokens)))
+    torch.mul(by_row.to(target.dtype), scale, out=target.unflatten(3, (most, chunks.tokens)))
     if chunks.padding is not None:
         target.masked_fill_(chunks.padding, torch.finfo(target.dtype).min / 2)
 

@@ -162,8 +162,7 @@ def _tile(
 
         scores = _dot(rows, key, IEEE) * scale
         if HAS_SOFTCAP:
-            # tanh, which saturates where the exponential overflows or vanishes.
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / softcap))))
+            scores = softcap * _tanh(scores / softcap)
         seen = read[None, :] & (token[None, :] < length[:, None])
         if HAS_WINDOW:
             seen = seen & (token[None, :] >= length[:, None] - window)
@@ -220,6 +219,19 @@ def _dot(left, right, IEEE: tl.constexpr):
     else:
         product = tl.dot(left, right)
     return product
+
+
+@triton.jit
+def _tanh(x):
+    """By a polynomial where the exponentials would cancel, as in Cephes' tanhf (https://www.netlib.org/cephes/)."""
+    square = x * x
+    small = -5.70498872745e-3 * square + 2.06390887954e-2
+    small = small * square - 5.37397155531e-2
+    small = small * square + 1.33314422036e-1
+    small = (small * square - 3.33332819422e-1) * square * x + x
+    size = tl.abs(x)
+    large = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))  # 1 where the exponential overflows
+    return tl.where(size < 0.625, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit

@@ -30,6 +30,8 @@ def triton_attention(
         raise InvalidArgumentError("block_size", f"a multiple of {BLOCK_STEP}", str(plan.block_size))
     if query.dtype not in DTYPES:
         raise InvalidArgumentError("query", "float16, bfloat16 or float32", str(query.dtype))
+    if isinstance(plan, PlanBuffers):
+        _check_buffers(query, key_pool, value_pool, plan)
     heads, kv_heads = query.shape[1], key_pool.shape[1]
     key_dim, value_dim = query.shape[2], value_pool.shape[2]
     shape = tiles(query.dtype, key_dim, value_dim, plan.block_size)
@@ -55,6 +57,17 @@ def triton_attention(
         plan.block_size,
     )
     return result
+
+
+def _check_buffers(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, buffers: PlanBuffers) -> None:
+    """What ``attention`` checks for a plan of its own; the addresses of a launch must hold for every plan to come."""
+    if query.shape[0] != buffers.rows:
+        raise InvalidArgumentError("query", f"{buffers.rows} rows, those of the buffers", str(query.shape[0]))
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        if pool.shape[0] < buffers.slots:
+            raise InvalidArgumentError(name, f"at least {buffers.slots} slots, the capacity", str(pool.shape[0]))
+        if pool.stride(2) != 1 and pool.shape[2] != 1:
+            raise InvalidArgumentError(name, "a stride of 1 within a head", str(pool.stride()))
 
 
 def _bias(bias: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from branchkv.errors import InvalidArgumentError
 from branchkv.kernels.attention import attention
+from branchkv.kernels.options import AttentionOptions
+from branchkv.kernels.plan import make_plan
 from branchkv.kernels.reference import reference_attention
 from branchkv.kernels.torch_forked import torch_attention
 from branchkv.tests.kernels.problems import problem
+
+OPTIONS = AttentionOptions(scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,9 @@ from branchkv.tests.kernels.problems import problem
         ({"bias": (1, 3, 1, 99)}, r"bias: expected 1 or 8 heads, got 3"),
         ({"bias": (2, 8, 1, 99)}, r"bias: expected 1 or \d+ rows, got 2"),
         ({"bias": (1, 8, 2, 99)}, r"bias: expected 1 query per row, got 2"),
+        ({"query": [[[1.0]]]}, r"query: expected a torch.Tensor, got list"),
+        ({"softcap": float("inf")}, r"softcap: expected more than 0 and finite, or None, got inf"),
+        ({"sinks": torch.zeros(8, dtype=torch.int64)}, r"sinks: expected a floating-point dtype, got torch.int64"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
@@ -50,7 +58,7 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
     query = change.get("query", given.query)
     query = replacements[query] if isinstance(query, str) else query
     bias = torch.zeros(change["bias"]) if "bias" in change else None
-    options = replace(given.options, bias=bias)
+    options = replace(given.options, bias=bias, softcap=change.get("softcap"), sinks=change.get("sinks"))
     with pytest.raises(InvalidArgumentError, match=message):
         attention(query, given.keys, change.get("values", given.values), given.plan, options)
 
@@ -61,3 +69,19 @@ def test_a_sink_for_every_head_is_needed(run: Any) -> None:
     options = replace(given.options, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="sinks: expected 8"):
         attention(given.query, given.keys, given.values, given.plan, options, run)
+
+
+def test_a_plan_for_another_device_is_refused() -> None:
+    given = problem(6).to(torch.float32)
+    tables = given.tables
+    shape: dict[str, Any] = {"block_size": tables.block_size, "null_slot": tables.null_slot}
+    plan = make_plan(tables.blocks, tables.lengths, **shape, device=torch.device("meta"))
+    with pytest.raises(InvalidArgumentError, match="plan: expected a plan on cpu, as query"):
+        attention(given.query, given.keys, given.values, plan, given.options)
+
+
+@pytest.mark.parametrize("run", [reference_attention, torch_attention])
+def test_no_rows(run: Any) -> None:
+    plan = make_plan(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64), block_size=16, null_slot=16)
+    out, lse = attention(torch.zeros(0, 4, 8), torch.zeros(17, 2, 8), torch.zeros(17, 2, 5), plan, OPTIONS, run)
+    assert (out.shape, lse.shape) == ((0, 4, 5), (0, 4))

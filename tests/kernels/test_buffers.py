@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="triton is not installed")
 
 from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.attention import attention
 from branchkv.kernels.buffers import PlanBuffers, PlanCapacity
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan, make_plan
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 KV_HEADS, HEADS, DIM, BLOCK, SLOTS = 2, 4, 17, 16, 4000
 PACKING = packing(tiles(torch.float32, DIM, DIM, BLOCK), KV_HEADS, HEADS // KV_HEADS, DIM, DIM, torch.float32)
-CAPACITY = PlanCapacity(sequences=8, columns=8, rows=24, items=60, partials=400)
+CAPACITY = PlanCapacity(sequences=8, columns=8, rows=24, items=60, partials=400, slots=SLOTS)
 OPTIONS = AttentionOptions(scale=0.25)
 
 
@@ -78,6 +79,26 @@ def test_a_plan_that_is_too_large_is_refused_and_the_last_one_stays(capacity: di
         buffers.load(plan_of(1, 8, 8))
     assert torch.equal(buffers.lengths, before[0])
     assert torch.equal(buffers.work(PACKING).items, before[1])
+
+
+def test_a_plan_that_names_slots_beyond_the_pools_is_refused() -> None:
+    plan = plan_of(1, 8, 8)
+    slots = plan.largest_block * BLOCK
+    buffers = PlanBuffers(PlanCapacity(**{**vars(CAPACITY), "slots": slots}), PACKING, BLOCK)
+    with pytest.raises(InvalidArgumentError, match=f"at most {slots} slots"):
+        buffers.load(plan)
+
+
+def test_tensors_that_do_not_fit_the_capacity_are_refused() -> None:
+    buffers = PlanBuffers(CAPACITY, PACKING, BLOCK)
+    buffers.load(plan_of(1, 8, 8))
+    query, keys, values = tensors(CAPACITY.rows)
+    with pytest.raises(InvalidArgumentError, match="query: expected 24 rows"):
+        triton_attention(query[:1], keys, values, buffers, OPTIONS)
+    with pytest.raises(InvalidArgumentError, match="value_pool: expected at least 4000 slots"):
+        triton_attention(query, keys, values[:100], buffers, OPTIONS)
+    with pytest.raises(InvalidArgumentError, match="plan: expected an AttentionPlan, got PlanBuffers"):
+        attention(query, keys, values, buffers, OPTIONS)  # type: ignore[arg-type]
 
 
 def test_plans_of_another_kind_are_refused() -> None:

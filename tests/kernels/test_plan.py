@@ -55,8 +55,16 @@ def _pair(made: dict[str, Any]) -> tuple[Any, Any]:
         ({"lengths": np.array([7, 13])}, "lengths", "at most 12, the slots of 3 columns of tables", "13"),
         ({"queries": np.array([1, 0])}, "queries", "at least 1", "0"),
         ({"queries": np.array([8, 1])}, "queries", "no more than the sequence has tokens", "8"),
-        ({"block_size": 0}, "block_size", "at least 1", "0"),
-        ({"window": 0}, "window", "at least 1, or None", "0"),
+        ({"block_size": 0}, "block_size", "a whole number of at least 1", "0"),
+        ({"block_size": 2.5}, "block_size", "a whole number of at least 1", "2.5"),
+        ({"window": 0}, "window", "a whole number of at least 1, or None", "0"),
+        ({"window": 2.5}, "window", "a whole number of at least 1, or None", "2.5"),
+        ({"null_slot": -1}, "null_slot", "at least 0", "-1"),
+        ({"tables": [[0, 1, 2], [0, 1, 3]]}, "tables", "a numpy array", "list"),
+        ({"tables": np.array([[0, 1, 2.5], [0, 1, 3]])}, "tables", "integers", "float64"),
+        ({"tables": np.array([[0, 1, 2**32], [0, 1, 3]])}, "tables", "block ids below 2**31", "4294967296"),
+        ({"tables": np.array([[True] * 3] * 2)}, "tables", "integers", "bool"),
+        ({"lengths": [7, 9]}, "lengths", "a numpy array", "list"),
         ({"lengths": np.array([9, 9])}, "tables", "a block id of at least 0 for every block that a row sees", "1 wi"),
     ],
 )
@@ -72,6 +80,22 @@ def test_blocks_that_left_the_window_may_be_gone() -> None:
     plan = make_plan(np.array([[-1, 5, 6]]), np.array([11]), block_size=4, null_slot=99, window=6)
     assert plan.tables.tolist() == [[-1, 5, 6]]
     assert (plan.most, plan.largest_block) == (6, 6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64, np.int32])
+def test_lengths_of_any_integer_dtype(dtype: type) -> None:
+    plan = make_plan(**{**GOOD, "lengths": GOOD["lengths"].astype(dtype)})
+    assert plan.lengths.tolist() == GOOD["lengths"].tolist()
+
+
+def test_a_plan_does_not_see_what_becomes_of_the_arrays() -> None:
+    given = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in GOOD.items()}
+    plan = make_plan(**given)
+    for name in ("tables", "lengths", "queries"):
+        if isinstance(given.get(name), np.ndarray):
+            given[name] += 1
+    assert plan.lengths.tolist() == make_plan(**GOOD).lengths.tolist()
+    assert plan.tables.tolist() == make_plan(**GOOD).tables.tolist()
 
 
 def test_no_sequences() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,45 @@ def test_several_queries(
         # Sums of at most 192 products and weights in float64, a factor of 10 above their rounding.
         torch.testing.assert_close(out, torch.stack([o for o, _ in want]), rtol=0, atol=192 * 2.3e-16 * 10)
         torch.testing.assert_close(lse, torch.stack([x for _, x in want]), rtol=0, atol=192 * 2.3e-16 * 10)
+
+
+def test_rows_that_share_blocks_but_are_sorted_apart() -> None:
+    """The window has left block 0 of the last row only, so another row stands between it and the one it shares with."""
+    tables = np.array([[*range(40), -1], [0, *range(200, 239), -1], [*range(40), 100]])
+    plan = make_plan(tables, np.array([640, 640, 656]), block_size=16, null_slot=5000, window=640)
+    assert_like_float64(plan)
+
+
+def assert_like_float64(plan: AttentionPlan) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(plan.rows, HEADS, DIM, dtype=torch.float64)
+    keys, values = (torch.randn(5001, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
+    options = AttentionOptions(scale=0.3)
+    got = attention(query, keys, values, plan, options, torch_attention)
+    for value, exact in zip(got, attention(query, keys, values, plan, options, reference_attention), strict=True):
+        torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("run", [reference_attention, torch_attention])
+def test_what_a_row_does_not_see_has_no_weight_however_low_its_scores(run: Any) -> None:
+    """In fp16 real scores reach the lowest numbers there are; the newest token, unseen by row 0, has the highest."""
+    plan = make_plan(np.array([[0]]), np.array([3]), block_size=16, null_slot=16, queries=np.array([2]))
+    keys, values = torch.zeros(17, 1, 4, dtype=torch.float16), torch.zeros(17, 1, 4, dtype=torch.float16)
+    keys[:3, 0, 0] = torch.tensor([160.0, 160.0, -160.0])
+    values[:3, 0, 0] = torch.tensor([1.0, 3.0, 100.0])
+    query = torch.zeros(2, 1, 4, dtype=torch.float16)
+    query[:, 0, 0] = -160.0
+    out, lse = attention(query, keys, values, plan, AttentionOptions(scale=1.0), run)
+    assert out[:, 0, 0].tolist() == [2.0, 100.0]
+    assert lse[:, 0].tolist() == pytest.approx([-25600 + math.log(2), 25600])
+
+
+@pytest.mark.parametrize("run", [reference_attention, torch_attention])
+def test_a_row_whose_bias_leaves_it_nothing_is_zero(run: Any) -> None:
+    plan = make_plan(np.array([[0], [1]]), np.array([3, 3]), block_size=16, null_slot=32)
+    query, pool = torch.ones(2, 1, 4), torch.ones(33, 1, 4)
+    bias = torch.zeros(2, 1, 1, 3)
+    bias[0] = -torch.inf
+    out, lse = attention(query, pool, pool, plan, AttentionOptions(scale=1.0, bias=bias), run)
+    assert out[:, 0, 0].tolist() == [0.0, 1.0]
+    assert lse[:, 0].tolist() == [-torch.inf, pytest.approx(4 + math.log(3))]

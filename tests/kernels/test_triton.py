@@ -19,6 +19,7 @@ from branchkv.kernels import triton_ops
 from branchkv.kernels.cost import GPU_COST, CostModel
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan, make_plan
+from branchkv.kernels.planner import Planner
 from branchkv.kernels.triton_configs import Tiles, packing, tiles
 from branchkv.tests.kernels.forked_tables import forked_tables
 
@@ -176,6 +177,39 @@ def test_heads_and_dims(
 ) -> None:
     given = problem(3 * sum(dims) + cost, 16, heads, dims, "everything", torch.float32)
     assert_as_exact_as_eager(given, torch.float32, monkeypatch)
+
+
+@pytest.mark.parametrize("softcap", [15.0, 50.0, 1e5])
+def test_a_high_softcap_loses_nothing(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tanh of small numbers, where differences of exponentials would cancel."""
+    for seed in range(4):
+        given = problem(seed, 16, (2, 8), (64, 64), "plain", torch.float32)
+        given = replace(given, options=replace(given.options, softcap=softcap))
+        assert_as_exact_as_eager(given, torch.float32, monkeypatch)
+
+
+def test_items_hold_for_lengths_that_fall_within_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(0, 16, (2, 8), (17, 17), "plain", torch.float32)
+    pool = torch.randn(64, 2, 17).double()
+    planner = Planner(16, 63, 20, None)
+    tables, later, plans = np.array([[0, 1, 2]]), [44, 38, 47, 36], []
+    for length in later:
+        plans.append(planner.plan(tables, np.array([length])))
+        plans[-1].work(packing(tiles(torch.float32, 17, 17, 16), 2, 4, 17, 17, torch.float32))
+    for length, plan in zip(later, plans, strict=True):
+        made = {"tables": tables, "lengths": np.array([length]), "block_size": 16}
+        query = torch.randn(1, 8, 17).double()
+        made_problem = replace(given, query=query, keys=pool, values=pool, made=made, plan=plan)
+        assert_as_exact_as_eager(made_problem, torch.float32, monkeypatch)
+
+
+def test_a_row_whose_bias_leaves_it_nothing_is_zero() -> None:
+    plan = make_plan(np.array([[0], [1]]), np.array([3, 3]), block_size=16, null_slot=32)
+    query, pool, bias = torch.ones(2, 1, 4), torch.ones(33, 1, 4), torch.zeros(2, 1, 1, 3)
+    bias[0] = -torch.inf
+    out, lse = triton_ops.triton_attention(query, pool, pool, plan, AttentionOptions(scale=1.0, bias=bias))
+    assert out[:, 0, 0].tolist() == [0.0, 1.0]
+    assert lse[0, 0] == -torch.inf
 
 
 def many_rows(dtype: torch.dtype) -> Problem:

@@ -263,6 +263,20 @@ def test_no_plan_is_modelled_slower_than_the_plain_one(seed: int) -> None:
         assert shared <= plain * 1.02
 
 
+def test_one_long_prompt_does_not_hide_that_sharing_does_not_pay() -> None:
+    """11 rows share a little, one sequence has 16 new tokens: the plain plan is the faster one for either."""
+    shared = np.concatenate([np.tile(np.arange(11), (11, 1)), 11 + np.arange(33).reshape(11, 3)], axis=1)
+    tables = np.concatenate([shared, 1000 + np.arange(14)[None]])
+    packing = Packing(1, 1, 16, 64, 64)
+    for last in (1, 16):
+        queries = np.array([1] * 11 + [last])
+        given = {"tables": tables, "lengths": np.full(12, 223), "block_size": 16, "queries": queries}
+        plan = plan_of(given, GPU_COST)
+        runs = plain_runs(plan.sequences, plan.sequence_order)
+        _, plain = best_cut(runs, packing, GPU_COST, alignment(16))
+        assert modelled(plan, packing, plan.work(packing))[0] <= 1.02 * plain
+
+
 def test_programs_start_where_a_processor_is_free_first() -> None:
     assert makespan([3.0, 3.0, 2.0, 2.0, 2.0], 2) == 7.0
     assert makespan([5.0], 3) == 5.0
