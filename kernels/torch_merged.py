@@ -77,9 +77,10 @@ def _own(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: 
     """What the rows read alone; the LSE of a row without is so small that nothing comes of it."""
     kv_heads, packed, _ = query.shape
     scores = own_scores(query, keys, layout, scale)
-    weights = scores.softmax(dim=-1)
-    # From the largest score and its weight, at least 1 / columns: half the time of logsumexp.
-    lse = scores.amax(dim=-1).sub_(weights.amax(dim=-1).log_())
+    # In place, and the LSE from the largest score and its weight, at least 1 / columns: half the time of logsumexp.
+    top = scores.amax(dim=-1)
+    weights = torch.softmax(scores, dim=-1, out=scores)
+    lse = top.sub_(weights.amax(dim=-1).log_())
     out = own_values(weights.to(query.dtype), values, layout)
     return out.to(scores.dtype), lse.view(kv_heads, packed)
 

@@ -99,7 +99,7 @@ def _chunk_values(weights: torch.Tensor, values: torch.Tensor, chunks: CPUChunks
     kv_heads, rows, group, columns = weights.shape
     most, dim = columns // chunks.tokens, values.shape[2]
     by_chunk = weights.unflatten(3, (most, chunks.tokens)).transpose(2, 3)
-    by_chunk = by_chunk.reshape(kv_heads, rows * most, group, chunks.tokens)
+    by_chunk = by_chunk[:, :, 0] if most == 1 else by_chunk.reshape(kv_heads, rows * most, group, chunks.tokens)
     if not chunks.in_order:
         by_chunk = by_chunk.index_select(1, chunks.place)
     out = weights.new_empty((kv_heads, chunks.number, group, dim))
