@@ -56,30 +56,32 @@ def tables_of(case: Case) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layer:
-    """Pools [slots, kv_heads, dim], and the same K/V densely [rows, kv_heads, tokens, dim]."""
+    """Pools [slots, kv_heads, dim], the same K/V densely [rows, kv_heads, tokens, dim], and [K and V of rows' own]."""
 
     keys: torch.Tensor
     values: torch.Tensor
     dense_keys: torch.Tensor
     dense_values: torch.Tensor
+    own: torch.Tensor
 
 
-def layer_of(slots: int, gathered: torch.Tensor) -> Layer:
+def layer_of(case: Case, slots: int, gathered: torch.Tensor) -> Layer:
     keys, values = (torch.randn(KV_HEADS, slots + 1, DIM).transpose(0, 1) for _ in range(2))
-    return Layer(keys, values, *(pool[gathered].transpose(1, 2).contiguous() for pool in (keys, values)))
+    own = torch.randn(2, KV_HEADS * case.rows, case.private, DIM)
+    return Layer(keys, values, *(pool[gathered].transpose(1, 2).contiguous() for pool in (keys, values)), own)
 
 
 def arithmetic(case: Case, query: torch.Tensor) -> Callable[[Layer], object]:
     """What has to be computed at least where rows share the first slots of the pools."""
-    rows, width, group = case.rows, case.private, HEADS // KV_HEADS
+    rows, group = case.rows, HEADS // KV_HEADS
     packed = query.view(rows, KV_HEADS, group, DIM).transpose(0, 1).reshape(1, KV_HEADS, rows * group, DIM)
-    folded, own = packed.view(KV_HEADS * rows, group, DIM), torch.randn(2, KV_HEADS * rows, width, DIM)
+    folded = packed.view(KV_HEADS * rows, group, DIM)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def run(layer: Layer) -> object:
         keys, values = (pool[: case.shared].transpose(0, 1)[None] for pool in (layer.keys, layer.values))
-        weights = torch.bmm(folded, own[0].transpose(1, 2)).softmax(dim=-1)
-        return fused(packed, keys, values, scale=DIM**-0.5), torch.bmm(weights, own[1])
+        weights = torch.bmm(folded, layer.own[0].transpose(1, 2)).softmax(dim=-1)
+        return fused(packed, keys, values, scale=DIM**-0.5), torch.bmm(weights, layer.own[1])
 
     return run
 
@@ -101,7 +103,7 @@ def measure(case: Case, args: argparse.Namespace) -> str:
     slots, position = (int(tables.max()) + 1) * BLOCK, np.arange(length)
     torch.manual_seed(0)
     gathered = torch.from_numpy(tables[:, position // BLOCK] * BLOCK + position % BLOCK)
-    layers = [layer_of(slots, gathered) for _ in range(args.layers)]
+    layers = [layer_of(case, slots, gathered) for _ in range(args.layers)]
     query = torch.randn(case.rows, HEADS, DIM)
     plan: AttentionPlan = make_plan(tables, np.full(case.rows, length), block_size=BLOCK, null_slot=slots)
     options = AttentionOptions(scale=DIM**-0.5)

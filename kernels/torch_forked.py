@@ -37,10 +37,7 @@ def torch_attention(
     keys, values = key_pool.transpose(0, 1), value_pool.transpose(0, 1)  # [kv_heads, slots, dim]
     plain = options.softcap is None and options.bias is None and options.alibi_slopes is None
     if plain and layout.whole and key_dim == value_pool.shape[2] and query.device.type == "cpu":
-        out, lse = merged_attention(folded, keys, values, layout, plan.cpu_batches, options.scale)
-        if options.sinks is not None:
-            with_sink = torch.logaddexp(lse, options.sinks.to(lse.dtype).view(kv_heads, group).repeat(1, rows))
-            out, lse = out * torch.exp(lse - with_sink)[..., None], with_sink
+        out, lse = merged_attention(folded, keys, values, layout, plan.cpu_batches, options)
         out = out.to(query.dtype)
     else:
         out, lse = _in_one_softmax(folded, keys, values, layout, options)
@@ -77,8 +74,7 @@ def _scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: f
         # Scaled afterwards: a scaled query would be rounded once more.
         torch.mul(torch.bmm(query[:, part], run_keys.transpose(1, 2)).to(wide), scale, out=target)
     if layout.own:
-        own = own_scores(query, keys, layout, scale)
-        scores.view(kv_heads, rows, group, every)[..., layout.shared :] = own
+        own_scores(query, keys, layout, scale, scores.view(kv_heads, rows, group, every)[..., layout.shared :])
     return scores
 
 

@@ -11,26 +11,22 @@ from branchkv.kernels.cpu_layout import CPULayout
 __all__ = ["own_scores", "own_values"]
 
 
-def own_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float) -> torch.Tensor:
-    """Scaled scores [kv_heads, rows, group, own columns], in float32 at least, very low where there is no token.
+def own_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float, target: torch.Tensor) -> None:
+    """Scaled scores into ``target``, very low where there is no token.
 
     Args:
         query: [kv_heads, rows * group, key_dim], rows in the layout's order.
         keys: [kv_heads, slots, key_dim].
         layout: what is read.
         scale: factor on the scores.
+        target: [kv_heads, rows, group, own columns], float32 at least.
     """
-    kv_heads, packed, _ = query.shape
-    rows, width = layout.tail.shape
-    group = packed // rows
-    if layout.chunks is None:
-        return _tail_scores(query, keys, layout, scale)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.new_empty((kv_heads, rows, group, layout.chunks.columns + width), dtype=wide)
-    _chunk_scores(query, keys, layout.chunks, scale, scores[..., : layout.chunks.columns])
-    if width:
-        scores[..., layout.chunks.columns :] = _tail_scores(query, keys, layout, scale)
-    return scores
+    chunked = 0
+    if layout.chunks is not None:
+        chunked = layout.chunks.columns
+        _chunk_scores(query, keys, layout.chunks, scale, target[..., :chunked])
+    if layout.tail.shape[1]:
+        _tail_scores(query, keys, layout, scale, target[..., chunked:] if chunked else target)
 
 
 def own_values(weights: torch.Tensor, values: torch.Tensor, layout: CPULayout) -> torch.Tensor:
@@ -46,19 +42,22 @@ def own_values(weights: torch.Tensor, values: torch.Tensor, layout: CPULayout) -
     return out.view(kv_heads, rows * group, dim)
 
 
-def _tail_scores(query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float) -> torch.Tensor:
-    """As few calls as can be: each costs more than the few tokens do."""
-    kv_heads, packed, dim = query.shape
-    rows, width = layout.tail.shape
-    own = keys.index_select(1, layout.tail_slots).view(kv_heads * rows, width, dim).to(query.dtype)
-    folded = query.view(kv_heads * rows, packed // rows, dim)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    mask = layout.tail_mask(kv_heads, wide)
-    if query.dtype == wide:
+def _tail_scores(
+    query: torch.Tensor, keys: torch.Tensor, layout: CPULayout, scale: float, target: torch.Tensor
+) -> None:
+    """As few calls as can be: each costs more than the few tokens do.
+
+    The products are copied into ``target``: written there by the product itself, they take ten times as long.
+    """
+    kv_heads, rows, group, width = target.shape
+    own = keys.index_select(1, layout.tail_slots).view(kv_heads * rows, width, -1).to(query.dtype)
+    folded = query.view(kv_heads * rows, group, -1)
+    mask = layout.tail_mask(kv_heads, target.dtype)
+    if query.dtype == target.dtype:
         scores = torch.baddbmm(mask, folded, own.transpose(1, 2), alpha=scale)
     else:
-        scores = torch.bmm(folded, own.transpose(1, 2)).to(wide).mul_(scale).add_(mask)
-    return scores.view(kv_heads, rows, packed // rows, width)
+        scores = torch.bmm(folded, own.transpose(1, 2)).to(target.dtype).mul_(scale).add_(mask)
+    target.copy_(scores.view(target.shape))
 
 
 def _tail_values(weights: torch.Tensor, values: torch.Tensor, layout: CPULayout) -> torch.Tensor:
