@@ -83,39 +83,38 @@ class CPUChunks:
         return self.whole_rows and bool((self.owner == torch.arange(self.number, device=self.owner.device)).all())
 
 
-def find_chunks(tables: Table, alone: Bools, size: int, device: torch.device | None) -> CPUChunks | None:
-    """The chunks of the blocks ``alone``; None if reading them in place does not pay.
+def find_chunks(tables: Table, tokens: Ints, size: int, device: torch.device | None) -> tuple[CPUChunks, Bools] | None:
+    """Chunks, and the blocks [rows, columns] that are in them; None if reading them in place does not pay.
 
     Args:
         tables: [rows, columns] block ids, rows sorted.
-        alone: [rows, columns] blocks that their row reads alone and as a whole; set to False for blocks that another
-            row turns out to hold as well.
+        tokens: [rows, columns] tokens from a block's first slot on that its row reads alone; 0 for other blocks.
         size: slots per block.
         device: where tensors go.
     """
-    alone &= _once(tables)
-    if alone.sum() * size < MIN_TOKENS or size < MIN_BLOCK:
+    tokens = tokens * _once(tables)
+    if tokens.sum() < MIN_TOKENS or size < MIN_BLOCK:
         return None
-    row, column = np.nonzero(alone)
+    even = _even_runs(tables, tokens, size)
+    taken = tokens > 0 if even is not None else tokens == size
+    row, column = np.nonzero(taken)
     block = tables[row, column].astype(np.int64)
-    counts = alone.sum(axis=1)
-    even = _even_runs(row, column, block, counts, size)
     if even is not None:
         segments: tuple[Segment, ...] = (even,)
-        tokens, number = int(counts[0]) * size, np.argsort(np.argsort(block[:: counts[0]]))
-        row, column = np.arange(len(tables)), column[:: counts[0]]
+        first = np.flatnonzero(np.diff(row, prepend=-1))
+        each, row, column = int(tokens[0].sum()), row[first], column[first]
+        number = np.argsort(np.argsort(block[first]))
     else:
         order = np.sort(block)
         cuts = np.flatnonzero(np.diff(order) > _GAP)
-        if len(cuts) >= _MOST_SEGMENTS:
+        if len(order) == 0 or len(cuts) >= _MOST_SEGMENTS:
             return None
-        segments = _segments(order, cuts, size)
-        tokens = size
+        segments, each = _segments(order, cuts, size), size
         number = block - order[0]
         for segment in segments:  # leave the gaps out
             inside = block * size >= segment.start
             number = np.where(inside, block - segment.start // size + segment.first, number)
-    return _chunks(segments, tokens, (row, column, number), len(tables), size, device)
+    return _chunks(segments, each, (row, column, number), len(tables), size, device), taken
 
 
 def _once(tables: Table) -> Bools:
@@ -125,13 +124,16 @@ def _once(tables: Table) -> Bools:
     return once
 
 
-def _even_runs(row: Ints, column: Ints, block: Ints, counts: Ints, size: int) -> Segment | None:
-    """One chunk per row, if all rows have one physical run of the same length, at even distances."""
-    rows, each = len(counts), int(counts[0])
-    if each == 0 or (counts != each).any():
+def _even_runs(tables: Table, tokens: Ints, size: int) -> Segment | None:
+    """One chunk per row, if all rows have one physical run of equally many tokens, at even distances."""
+    row, column = np.nonzero(tokens)
+    rows, each = len(tables), tokens.sum(axis=1)
+    if len(row) == 0 or (each != each[0]).any() or len(row) % rows:
         return None
-    ids, columns = block.reshape(rows, each), column.reshape(rows, each)
+    columns, ids = column.reshape(rows, -1), tables[row, column].astype(np.int64).reshape(rows, -1)
     if (np.diff(ids) != 1).any() or (np.diff(columns) != 1).any():
+        return None
+    if (tokens[row, column].reshape(rows, -1)[:, :-1] != size).any():
         return None
     starts = np.sort(ids[:, 0])
     steps = np.diff(starts)

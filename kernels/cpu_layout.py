@@ -162,10 +162,13 @@ def cpu_layout(
     runs, covered, shared = _runs(tables, (firsts, ends, queries), nodes, sequences.window, size, device)
     chunks = None
     if (queries == 1).all():
-        alone = _alone(nodes, tables.shape) & ~covered & _whole_blocks(tables.shape, firsts, ends, size)
-        chunks = find_chunks(tables, alone, size, device)
-        if chunks is not None:
-            covered |= alone
+        alone = _alone(nodes, tables.shape) & ~covered
+        found = find_chunks(
+            tables, np.where(alone, _from_first_slot(tables.shape, firsts, ends, size), 0), size, device
+        )
+        if found is not None:
+            chunks, taken = found
+            covered |= taken
     tail, positions = _tails(tables, covered, (firsts, ends), size, null_slot)
     row = np.repeat(np.arange(len(order)), queries)
     number = np.arange(len(row)) - bounds[row]
@@ -232,11 +235,11 @@ def _alone(nodes: Nodes, shape: tuple[int, ...]) -> Bools:
     return alone
 
 
-def _whole_blocks(shape: tuple[int, ...], firsts: Ints, ends: Ints, size: int) -> Bools:
-    """[rows, columns] blocks that a row sees from the first slot to the last."""
+def _from_first_slot(shape: tuple[int, ...], firsts: Ints, ends: Ints, size: int) -> Ints:
+    """[rows, columns] tokens that a row sees of each block, 0 where it does not see the first one."""
     start = np.arange(shape[1]) * size
-    whole: Bools = (start >= firsts[:, None]) & (start + size <= ends[:, None])
-    return whole
+    seen: Ints = np.where(start >= firsts[:, None], np.clip(ends[:, None] - start, 0, size), 0)
+    return seen
 
 
 def _slots(

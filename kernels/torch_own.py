@@ -78,12 +78,16 @@ def _chunk_scores(
     folded = query.view(kv_heads, rows, group, -1)
     if not chunks.in_order:
         folded = folded.index_select(1, chunks.owner)
-    products = query.new_empty((kv_heads, chunks.number, group, chunks.tokens))
+    in_place = chunks.in_order and target.is_contiguous() and target.dtype == query.dtype
+    products = target if in_place else query.new_empty((kv_heads, chunks.number, group, chunks.tokens))
     for head in range(kv_heads):
         for part in chunks.segments:
             inside = slice(part.first, part.first + part.count)
             own = part.view(keys[head], chunks.tokens).to(query.dtype)
             torch.bmm(folded[head, inside], own.transpose(1, 2), out=products[head, inside])
+    if in_place:
+        target.mul_(scale)
+        return
     if not chunks.in_order:
         products = products.index_select(1, chunks.select)
     most = chunks.columns // chunks.tokens

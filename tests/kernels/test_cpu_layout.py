@@ -101,9 +101,10 @@ def test_a_run_in_one_piece_is_a_slice_and_levels_stand_side_by_side() -> None:
     assert plan.cpu_layout.tail.shape == (4, 399), "rows that fork off alone gather what only they read"
 
 
-def chunks_of(tables: list[list[int]], alone: list[list[int]] | None = None, size: int = 256) -> CPUChunks | None:
+def chunks_of(tables: list[list[int]], tokens: list[list[int]] | None = None, size: int = 256) -> CPUChunks | None:
     every = np.array(tables, dtype=np.int32)
-    return find_chunks(every, np.ones(every.shape, dtype=bool) if alone is None else np.array(alone) > 0, size, None)
+    found = find_chunks(every, np.full(every.shape, size) if tokens is None else np.array(tokens), size, None)
+    return None if found is None else found[0]
 
 
 def test_evenly_spaced_runs_are_one_chunk_each() -> None:
@@ -114,6 +115,16 @@ def test_evenly_spaced_runs_are_one_chunk_each() -> None:
     turned = chunks_of([[14, 15, 16, 17], [4, 5, 6, 7], [24, 25, 26, 27]])
     assert turned is not None
     assert (turned.tokens, turned.whole_rows, turned.in_order) == (4 * 256, True, False)
+
+
+def test_a_part_filled_last_block_belongs_to_the_run_if_all_rows_fill_it_alike() -> None:
+    tables = [[4, 5, 6, 7], [14, 15, 16, 17]]
+    chunks = chunks_of(tables, [[256, 256, 256, 7], [256, 256, 256, 7]])
+    assert chunks is not None
+    assert (chunks.tokens, chunks.whole_rows) == (3 * 256 + 7, True)
+    other = chunks_of(tables, [[256, 256, 256, 7], [256, 256, 256, 8]])
+    assert other is not None
+    assert (other.tokens, other.columns) == (256, 3 * 256)
 
 
 @pytest.mark.parametrize(
@@ -133,5 +144,5 @@ def test_a_gap_of_many_blocks_is_left_out() -> None:
 
 
 def test_few_tokens_and_small_blocks_are_gathered() -> None:
-    assert chunks_of([[0, 1], [2, 3]], [[1, 1], [0, 1]]) is None
+    assert chunks_of([[0, 1], [2, 3]], [[256, 256], [0, 256]]) is None
     assert chunks_of([list(range(600))], size=4) is None
