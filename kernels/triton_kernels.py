@@ -79,9 +79,9 @@ def attention_kernel(
         sinks, alibi: [heads] fp32. bias: [rows, heads, bias_columns] fp32 by bias_row and bias_head, right-aligned with
             the ends of the sequences. Not read unless HAS_...
 
-    Masks: a token is loaded if it lies before ``stop`` and before the longest row's end; a row sees it if it lies
-    before the row's own end and, with HAS_WINDOW, among its ``window`` newest. Whatever is not loaded reads as 0, since
-    0 * NaN would be NaN. A row that sees nothing gets 0 with an LSE of -inf.
+    Masks: a row sees a token that lies before ``stop``, before the row's own end and, with HAS_WINDOW, among its
+    ``window`` newest. A token is loaded if any row of the tile sees it; what is not loaded reads as 0, since 0 * NaN
+    would be NaN. A row that sees nothing gets 0 with an LSE of -inf.
 
     The softmax is computed online over the turns (https://arxiv.org/abs/1805.02867).
     """
@@ -152,7 +152,11 @@ def _tile(
     for begin in range(start, stop, TOKENS):
         token = begin + tl.arange(0, TOKENS)
         block = tl.load(table + token // BLOCK_SIZE, mask=token < stop, other=-1)
-        read = block >= 0
+        seen = (block >= 0)[None, :] & (token[None, :] < length[:, None])
+        if HAS_WINDOW:
+            seen = seen & (token[None, :] >= length[:, None] - window)
+        # Between the windows of two rows there may be tokens that nobody sees, and anything in their slots.
+        read = tl.max(seen.to(tl.int32), axis=0) > 0
         slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
         key_at = slot[None, :] * key_slot + key_dims[:, None]
         key = tl.load(keys + key_at, mask=read[None, :] & (key_dims < KEY_DIM)[:, None], other=0.0).to(rows.dtype)
@@ -163,9 +167,6 @@ def _tile(
         scores = _dot(rows, key, IEEE) * scale
         if HAS_SOFTCAP:
             scores = softcap * _tanh(scores / softcap)
-        seen = read[None, :] & (token[None, :] < length[:, None])
-        if HAS_WINDOW:
-            seen = seen & (token[None, :] >= length[:, None] - window)
         if HAS_BIAS:
             column = bias_columns - end[:, None] + token[None, :]
             bias_at = row.to(tl.int64)[:, None] * bias_row + head.to(tl.int64)[:, None] * bias_head + column

@@ -203,6 +203,22 @@ def test_items_hold_for_lengths_that_fall_within_the_same_blocks(monkeypatch: py
         assert_as_exact_as_eager(made_problem, torch.float32, monkeypatch)
 
 
+def test_slots_between_the_windows_of_two_rows_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rows are in one item, one sees the first and one the last tokens of their common block."""
+    given = problem(0, 16, (1, 1), (17, 17), "plain", torch.float32)
+    tables, lengths = np.array([[0], [0]]), np.array([9, 60])
+    made = {"tables": tables, "lengths": lengths, "block_size": 64}
+    base = make_plan(tables, lengths, block_size=64, null_slot=64, window=5)
+    plan = AttentionPlan(base.sequences, base.sequence_order, base.nodes, 64, None, SHARE_ALL)
+    pool = torch.full((65, 1, 17), NAN, dtype=torch.float64)
+    seen = [*range(4, 9), *range(55, 60)]
+    pool[seen] = torch.randn(len(seen), 1, 17).float().double()
+    query = torch.randn(2, 1, 17).float().double()
+    assert_as_exact_as_eager(
+        replace(given, query=query, keys=pool, values=pool, made=made, plan=plan), torch.float32, monkeypatch
+    )
+
+
 def test_a_row_whose_bias_leaves_it_nothing_is_zero() -> None:
     plan = make_plan(np.array([[0], [1]]), np.array([3, 3]), block_size=16, null_slot=32)
     query, pool, bias = torch.ones(2, 1, 4), torch.ones(33, 1, 4), torch.zeros(2, 1, 1, 3)
