@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.checks import check, check_tensors
 from branchkv.kernels.implementations import Implementation, implementation, resolve
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 
 __all__ = ["attention"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -44,12 +41,12 @@ def attention(
         InvalidArgumentError: shapes, dtypes, devices or strides that do not fit together, or a table that names slots
             beyond the pools; named with expected and got, before anything runs.
     """
-    _check("plan", isinstance(plan, AttentionPlan), "an AttentionPlan", type(plan).__name__)
+    check("plan", isinstance(plan, AttentionPlan), "an AttentionPlan", type(plan).__name__)
     for name, tensor in (("query", query), ("key_pool", key_pool), ("value_pool", value_pool)):
-        _check(name, isinstance(tensor, torch.Tensor), "a torch.Tensor", type(tensor).__name__)
+        check(name, isinstance(tensor, torch.Tensor), "a torch.Tensor", type(tensor).__name__)
     shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (query, key_pool, value_pool))
     if shapes not in plan.accepted:  # the layers of a step are alike
-        _check_tensors(query, key_pool, value_pool)
+        check_tensors(query, key_pool, value_pool)
         _check_plan(query, key_pool, value_pool, plan)
         plan.accepted.add(shapes)
     _check_options(options, query, plan)
@@ -61,50 +58,31 @@ def attention(
     return run(query, key_pool, value_pool, plan, options)
 
 
-def _check_tensors(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
-    for name, tensor in (("query", query), ("key_pool", key_pool), ("value_pool", value_pool)):
-        _check(name, tensor.ndim == 3, "3 dimensions", list(tensor.shape))
-        _check(name, tensor.dtype in _DTYPES, "float16, bfloat16, float32 or float64", tensor.dtype)
-        _check(name, tensor.device == query.device, f"a tensor on {query.device}, as query", tensor.device)
-        _check(name, min(tensor.shape[1:]) >= 1, "heads and head size of at least 1", list(tensor.shape))
-        _check(name, tensor.shape[2] == 1 or tensor.stride(2) == 1, "a stride of 1 within a head", tensor.stride())
-    kv_heads, key_dim = key_pool.shape[1:]
-    _check("query", query.shape[2] == key_dim, f"head size {key_dim}, as key_pool", query.shape[2])
-    _check("query", query.shape[1] % kv_heads == 0, f"a multiple of {kv_heads} heads", query.shape[1])
-    _check("value_pool", value_pool.shape[1] == kv_heads, f"{kv_heads} heads, as key_pool", value_pool.shape[1])
-    _check("value_pool", value_pool.dtype == key_pool.dtype, f"{key_pool.dtype}, as key_pool", value_pool.dtype)
-
-
 def _check_plan(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, plan: AttentionPlan) -> None:
-    _check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
+    check("query", query.shape[0] == plan.rows, f"{plan.rows} rows, those of the plan", query.shape[0])
     device = plan.lengths.device
-    _check("plan", device == query.device, f"a plan on {query.device}, as query: make_plan(..., device=...)", device)
+    check("plan", device == query.device, f"a plan on {query.device}, as query: make_plan(..., device=...)", device)
     slots = max((plan.largest_block + 1) * plan.block_size, plan.null_slot + 1)
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
-        _check(name, pool.shape[0] >= slots, f"at least {slots} slots, which the plan names", pool.shape[0])
+        check(name, pool.shape[0] >= slots, f"at least {slots} slots, which the plan names", pool.shape[0])
 
 
 def _check_options(options: AttentionOptions, query: torch.Tensor, plan: AttentionPlan) -> None:
     heads = query.shape[1]
     for name, values in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
         if values is not None:
-            _check(name, values.is_floating_point(), "a floating-point dtype", values.dtype)
-            _check(name, values.shape == (heads,), f"{heads} values, one per query head", list(values.shape))
-            _check(name, values.device == query.device, f"a tensor on {query.device}, as query", values.device)
+            check(name, values.is_floating_point(), "a floating-point dtype", values.dtype)
+            check(name, values.shape == (heads,), f"{heads} values, one per query head", list(values.shape))
+            check(name, values.device == query.device, f"a tensor on {query.device}, as query", values.device)
     if options.softcap is not None:
-        _check("softcap", 0 < options.softcap < math.inf, "more than 0 and finite, or None", options.softcap)
+        check("softcap", 0 < options.softcap < math.inf, "more than 0 and finite, or None", options.softcap)
     if options.bias is None:
         return
-    _check("bias", options.bias.is_floating_point(), "a floating-point dtype", options.bias.dtype)
+    check("bias", options.bias.is_floating_point(), "a floating-point dtype", options.bias.dtype)
     shape = (1,) * (4 - options.bias.ndim) + tuple(options.bias.shape)
-    _check("bias", len(shape) == 4, "at most 4 dimensions", list(options.bias.shape))
-    _check("bias", options.bias.device == query.device, f"a tensor on {query.device}, as query", options.bias.device)
-    _check("bias", shape[0] in (1, plan.rows), f"1 or {plan.rows} rows", shape[0])
-    _check("bias", shape[1] in (1, heads), f"1 or {heads} heads", shape[1])
-    _check("bias", shape[2] == 1, "1 query per row", shape[2])
-    _check("bias", shape[3] >= plan.most, f"at least {plan.most} columns", shape[3])
-
-
-def _check(argument: str, holds: bool, expected: str, got: Any) -> None:
-    if not holds:
-        raise InvalidArgumentError(argument, expected, str(got))
+    check("bias", len(shape) == 4, "at most 4 dimensions", list(options.bias.shape))
+    check("bias", options.bias.device == query.device, f"a tensor on {query.device}, as query", options.bias.device)
+    check("bias", shape[0] in (1, plan.rows), f"1 or {plan.rows} rows", shape[0])
+    check("bias", shape[1] in (1, heads), f"1 or {heads} heads", shape[1])
+    check("bias", shape[2] == 1, "1 query per row", shape[2])
+    check("bias", shape[3] >= plan.most, f"at least {plan.most} columns", shape[3])

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.checks import check
 from branchkv.kernels.packing import Packing
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.kernels.work import WorkItems
@@ -98,8 +98,7 @@ class PlanBuffers:
         Raises:
             InvalidArgumentError: other tiles than those of the buffers.
         """
-        if packing != self._packing:
-            raise InvalidArgumentError("packing", f"{self._packing}, that of the buffers", str(packing))
+        check("packing", packing == self._packing, f"{self._packing}, that of the buffers", packing)
         return self._work
 
     def load(self, plan: AttentionPlan) -> None:
@@ -140,10 +139,9 @@ class PlanBuffers:
             ("partials", work.partials, most.partials),
             ("slots", (plan.largest_block + 1) * plan.block_size, most.slots),
         ):
-            if got > limit:
-                raise InvalidArgumentError("plan", f"at most {limit} {name}, the capacity of the buffers", str(got))
+            check("plan", got <= limit, f"at most {limit} {name}, the capacity of the buffers", got)
         for name in ("block_size", "window"):
-            if getattr(plan, name) != getattr(self, name):
-                raise InvalidArgumentError("plan", f"{name} {getattr(self, name)}", str(getattr(plan, name)))
-        if plan.tables.device.type != "cpu":
-            raise InvalidArgumentError("plan", "a plan on the host, device None", str(plan.tables.device))
+            mine, got = getattr(self, name), getattr(plan, name)
+            check("plan", got == mine, f"{name} {mine}", got)
+        device = plan.tables.device
+        check("plan", device.type == "cpu", "a plan on the host, device None", device)

@@ -1,4 +1,4 @@
-"""What the CPU implementation reads: shared runs for many rows at once, and the rest gathered row by row."""
+"""What the CPU implementation reads: runs of many rows, chunks of single rows where they lie, and the rest gathered."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import torch
 from branchkv.kernels.cpu_chunks import CPUChunks, find_chunks
 from branchkv.kernels.tree import Ints, Nodes, Sequences, Table
 
-__all__ = ["CPULayout", "CPURun", "cpu_layout"]
+__all__ = ["CPULayout", "CPURun", "cpu_layout", "low_score"]
 
 Bools = npt.NDArray[np.bool_]
 
 # A node is read on its own when that spares gathering this many (row, token) pairs: a run costs about 60 microseconds
 # of operator calls, a gathered pair 0.3 (3 heads of 64, fp32; benchmarks/cpu_generate.py).
 MIN_RUN = 256
+
+
+def low_score(dtype: torch.dtype) -> float:
+    """A score whose weight is 0 beside any real one. It is not -inf, which in all columns of a row would make NaN."""
+    return torch.finfo(dtype).min / 2
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,12 @@ class CPULayout:
 
     @cached_property
     def _seen(self) -> Bools:
-        seen = (self._positions >= 0) & (self._positions < self.lengths[:, None])
-        return seen if self.window is None else seen & (self._positions >= (self.lengths - self.window)[:, None])
+        return self._sees(self._positions)
+
+    def _sees(self, positions: Ints) -> Bools:
+        """[rows, columns] whether each row sees its tokens at ``positions``; -1 for none."""
+        seen: Bools = (positions >= 0) & (positions < self.lengths[:, None])
+        return seen if self.window is None else seen & (positions >= (self.lengths - self.window)[:, None])
 
     @cached_property
     def unread(self) -> torch.Tensor | None:
@@ -110,25 +119,13 @@ class CPULayout:
         """[rows * width] int64 the slots of ``tail`` in one row."""
         return self.tail.flatten()
 
-    @cached_property
-    def tail_unread(self) -> Bools:
-        """[rows, width] whether a row reads nothing in a column of ``tail``."""
-        seen = (self.tail_positions >= 0) & (self.tail_positions < self.lengths[:, None])
-        if self.window is not None:
-            seen &= self.tail_positions >= (self.lengths - self.window)[:, None]
-        return ~seen
-
     def tail_mask(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """[kv_heads * rows, 1, width] or [1, 1, 1], added to scores: a number so low that its weight is 0.
-
-        It is not -inf, which in all columns of a row would make NaN.
-        """
+        """[kv_heads * rows, 1, width] or [1, 1, 1], added to scores: ``low_score`` where nothing is read, else 0."""
         key = kv_heads, dtype
         if key not in self._masks:
-            unread = self.tail_unread[:, None]
+            unread = ~self._sees(self.tail_positions)[:, None]
             mask = np.tile(unread, (kv_heads, 1, 1)) if unread.any() else np.zeros((1, 1, 1), dtype=bool)
-            low = torch.finfo(dtype).min / 2
-            self._masks[key] = torch.from_numpy(mask).to(self.device).to(dtype).mul_(low)
+            self._masks[key] = torch.from_numpy(mask).to(self.device).to(dtype).mul_(low_score(dtype))
         return self._masks[key]
 
     @cached_property

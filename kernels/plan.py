@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from branchkv.errors import InvalidArgumentError
+from branchkv.kernels.checks import check
 from branchkv.kernels.cost import GPU_COST, CostModel
 from branchkv.kernels.cpu_batches import CPUBatch, make_batches
 from branchkv.kernels.cpu_layout import CPULayout, cpu_layout
@@ -186,7 +186,7 @@ def make_plan(
         InvalidArgumentError: the arrays do not fit together, or a block that a row sees is missing. They are copied.
     """
     sequences = make_sequences(tables, lengths, queries, block_size, window)
-    _check("null_slot", null_slot >= 0, "at least 0", null_slot)
+    check("null_slot", null_slot >= 0, "at least 0", null_slot)
     order = sort_rows(sequences.tables)
     return AttentionPlan(sequences, order, find_nodes(sequences.tables[order]), null_slot, device)
 
@@ -195,29 +195,24 @@ def make_sequences(tables: Ints, lengths: Ints, queries: Ints | None, block_size
     """Checked and copied input of a plan; see ``make_plan``."""
     queries = np.ones_like(lengths) if queries is None else queries
     for name, values in (("tables", tables), ("lengths", lengths), ("queries", queries)):
-        _check(name, isinstance(values, np.ndarray), "a numpy array", type(values).__name__)
-        _check(name, np.issubdtype(values.dtype, np.integer), "integers", values.dtype)
+        check(name, isinstance(values, np.ndarray), "a numpy array", type(values).__name__)
+        check(name, np.issubdtype(values.dtype, np.integer), "integers", values.dtype)
     for name, number in (("block_size", block_size), ("window", 1 if window is None else window)):
         whole = isinstance(number, (int, np.integer)) and number >= 1
-        _check(name, whole, f"a whole number of at least 1{', or None' * (name == 'window')}", number)
-    _check("tables", tables.ndim == 2, "a matrix [sequences, columns]", list(tables.shape))
+        check(name, whole, f"a whole number of at least 1{', or None' * (name == 'window')}", number)
+    check("tables", tables.ndim == 2, "a matrix [sequences, columns]", list(tables.shape))
     largest = tables.max(initial=-1)
-    _check("tables", largest <= np.iinfo(np.int32).max, "block ids below 2**31", largest)
+    check("tables", largest <= np.iinfo(np.int32).max, "block ids below 2**31", largest)
     for name, values in (("lengths", lengths), ("queries", queries)):
-        _check(name, values.shape == tables.shape[:1], f"shape {list(tables.shape[:1])}", list(values.shape))
-        _check(name, not (values < 1).any(), "at least 1", values.min(initial=1))
+        check(name, values.shape == tables.shape[:1], f"shape {list(tables.shape[:1])}", list(values.shape))
+        check(name, not (values < 1).any(), "at least 1", values.min(initial=1))
     lengths, queries = lengths.astype(np.int64), queries.astype(np.int64)  # copies: the caller's may change
-    _check("queries", not (queries > lengths).any(), "no more than the sequence has tokens", queries.max(initial=0))
+    check("queries", not (queries > lengths).any(), "no more than the sequence has tokens", queries.max(initial=0))
     held, most = tables.shape[1] * block_size, lengths.max(initial=0)
-    _check("lengths", most <= held, f"at most {held}, the slots of {tables.shape[1]} columns of tables", most)
+    check("lengths", most <= held, f"at most {held}, the slots of {tables.shape[1]} columns of tables", most)
     sequences = Sequences(tables.astype(np.int32), lengths, queries, block_size, window)
     seen = visible(sequences)
     wanted = (-(-lengths // block_size) - sequences.firsts // block_size).sum()
     missing = wanted - np.count_nonzero(seen >= 0)
-    _check("tables", missing == 0, "a block id of at least 0 for every block that a row sees", f"{missing} without")
+    check("tables", missing == 0, "a block id of at least 0 for every block that a row sees", f"{missing} without")
     return Sequences(seen, lengths, queries, block_size, window)
-
-
-def _check(argument: str, holds: Any, expected: str, got: Any) -> None:
-    if not holds:
-        raise InvalidArgumentError(argument, expected, str(got))

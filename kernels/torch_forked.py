@@ -1,4 +1,4 @@
-"""The CPU implementation: shared runs as one product over all their rows, the rest gathered; one softmax over both."""
+"""The CPU implementation: brings rows into the plan's order, then plain softmax or one with options."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def torch_attention(
     """See ``branchkv.kernels.attention.attention``.
 
     Rows are in the plan's sorted order, so the rows of a run are a slice, and a run in one piece of memory is read
-    where it lies. Plain softmax goes run by run through torch's fused kernel, merged by log-sum-exp; with options that
-    change scores, every token that a row reads has one column of [kv_heads, rows * group, columns] and there is one
-    softmax over all of them.
+    where it lies. Plain softmax leaves runs to torch's fused kernel, see ``torch_merged.py``; with options that change
+    scores, every token that a row reads has one column of [kv_heads, rows * group, columns] and there is one softmax
+    over all of them.
     """
     rows, heads, key_dim = query.shape
     kv_heads = key_pool.shape[1]

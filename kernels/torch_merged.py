@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from branchkv.kernels.cpu_batches import CPUBatch, pieces_of
-from branchkv.kernels.cpu_layout import CPULayout
+from branchkv.kernels.cpu_layout import CPULayout, low_score
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.torch_own import own_scores, own_values
 
@@ -99,11 +99,11 @@ def _parts(
 
 
 def _put(column: torch.Tensor, part: _Part) -> None:
-    """The LSE of a part into a column [kv_heads, packed] of scores; a number so low that its weight is 0 elsewhere."""
+    """The LSE of a part into a column [kv_heads, packed] of scores; for other rows nothing comes of the column."""
     if isinstance(part.place, slice) and part.place.stop - part.place.start == column.shape[1]:
         column.copy_(part.lse)
         return
-    column.fill_(torch.finfo(column.dtype).min / 2)
+    column.fill_(low_score(column.dtype))
     if isinstance(part.place, slice):
         column[:, part.place] = part.lse
     else:

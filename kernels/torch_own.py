@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from branchkv.kernels.cpu_chunks import CPUChunks
-from branchkv.kernels.cpu_layout import CPULayout
+from branchkv.kernels.cpu_layout import CPULayout, low_score
 
 __all__ = ["own_scores", "own_values"]
 
@@ -94,7 +94,7 @@ def _chunk_scores(
     by_row = products.view(kv_heads, rows, most, group, chunks.tokens).transpose(2, 3)
     torch.mul(by_row.to(target.dtype), scale, out=target.unflatten(3, (most, chunks.tokens)))
     if chunks.padding is not None:
-        target.masked_fill_(chunks.padding, torch.finfo(target.dtype).min / 2)
+        target.masked_fill_(chunks.padding, low_score(target.dtype))
 
 
 def _chunk_values(weights: torch.Tensor, values: torch.Tensor, chunks: CPUChunks) -> torch.Tensor:

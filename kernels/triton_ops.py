@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from branchkv.errors import InvalidArgumentError
 from branchkv.kernels.buffers import PlanBuffers
+from branchkv.kernels.checks import check, check_tensors
 from branchkv.kernels.options import AttentionOptions
 from branchkv.kernels.plan import AttentionPlan
 from branchkv.kernels.triton_configs import BLOCK_STEP, DTYPES, FP_FUSION, SLOT_TILE, packing, padded, tiles
@@ -26,10 +26,8 @@ def triton_attention(
     Raises:
         InvalidArgumentError: a block size or a dtype that the kernel does not take.
     """
-    if plan.block_size % BLOCK_STEP:
-        raise InvalidArgumentError("block_size", f"a multiple of {BLOCK_STEP}", str(plan.block_size))
-    if query.dtype not in DTYPES:
-        raise InvalidArgumentError("query", "float16, bfloat16 or float32", str(query.dtype))
+    check("block_size", plan.block_size % BLOCK_STEP == 0, f"a multiple of {BLOCK_STEP}", plan.block_size)
+    check("query", query.dtype in DTYPES, "float16, bfloat16 or float32", query.dtype)
     if isinstance(plan, PlanBuffers):
         _check_buffers(query, key_pool, value_pool, plan)
     heads, kv_heads = query.shape[1], key_pool.shape[1]
@@ -60,14 +58,11 @@ def triton_attention(
 
 
 def _check_buffers(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, buffers: PlanBuffers) -> None:
-    """What ``attention`` checks for a plan of its own; the addresses of a launch must hold for every plan to come."""
-    if query.shape[0] != buffers.rows:
-        raise InvalidArgumentError("query", f"{buffers.rows} rows, those of the buffers", str(query.shape[0]))
+    """As ``attention`` does for a plan: the tensors of a recorded launch must fit every plan to come."""
+    check_tensors(query, key_pool, value_pool)
+    check("query", query.shape[0] == buffers.rows, f"{buffers.rows} rows, those of the buffers", query.shape[0])
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
-        if pool.shape[0] < buffers.slots:
-            raise InvalidArgumentError(name, f"at least {buffers.slots} slots, the capacity", str(pool.shape[0]))
-        if pool.stride(2) != 1 and pool.shape[2] != 1:
-            raise InvalidArgumentError(name, "a stride of 1 within a head", str(pool.stride()))
+        check(name, pool.shape[0] >= buffers.slots, f"at least {buffers.slots} slots, the capacity", pool.shape[0])
 
 
 def _bias(bias: torch.Tensor) -> torch.Tensor:
