@@ -17,116 +17,40 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from parts.decoding_cases import BLOCK, Case, Level, tokens_read
+from parts.gpu_sides import (
+    MEMORY_SHARE,
+    Problem,
+    Run,
+    Shape,
+    WrongResultError,
+    check,
+    free_bytes,
+    our_side,
+    packing_of,
+    pool_bytes,
+    prepare,
+    sdpa_side,
+)
 
-from branchkv.kernels.attention import attention
-from branchkv.kernels.implementations import implementation
-from branchkv.kernels.options import AttentionOptions
-from branchkv.kernels.packing import Packing
-from branchkv.kernels.plan import AttentionPlan, make_plan
-from branchkv.kernels.sharing import plain_runs
-from branchkv.kernels.triton_configs import packing, tiles
-from branchkv.kernels.work import alignment, best_cut, make_work
+from branchkv.kernels.plan import make_plan
 
-BLOCK = 16
-ROWS_CHECKED = 8
-MEMORY_SHARE = 0.6  # of what is free, for the pools and for the dense copies; the rest is for buffers and the check
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADER = (
     "| rows x tokens | heads | plan ms | SDPA us | plain us | branchkv us | over SDPA | over plain | goal | GB/s "
     "| of copy |\n|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|"
 )
-Run = Callable[[], torch.Tensor]
 Timer = Callable[[Callable[[], object]], float]
-
-
-class WrongResultError(Exception):
-    """A result that float64 does not confirm; says which."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of a tree: so many nodes, each of so many tokens."""
-
-    nodes: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """The nodes of the last level are the rows.
-
-    Attributes:
-        name: as printed.
-        levels: from the root on. A block that two levels meet in belongs to the lower one, as after copy-on-write.
-        shortest: tokens of the last level go evenly from here up to those of the level; None: all rows alike.
-        goals: heads -> how many times faster than the plain plan it should be.
-    """
-
-    name: str
-    levels: tuple[Level, ...]
-    shortest: int | None = None
-    goals: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        return self.levels[-1].nodes
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        return f"{self.heads}/{self.kv_heads}"
-
-    @property
-    def token_bytes(self) -> int:
-        """K and V of one token, all heads."""
-        return 2 * self.kv_heads * self.dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Tensors, tables and both plans of a case.
-
-    Attributes:
-        query: [rows, heads, dim]. keys, values: pools [slots, kv_heads, dim]; slots that no row reads are NaN.
-        tables: [rows, columns], -1 where nothing is held. lengths: [rows].
-        plan: as decoding makes it. plain: the plan without sharing.
-    """
-
-    case: Case
-    shape: Shape
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    tables: np.ndarray
-    lengths: np.ndarray
-    plan: AttentionPlan
-    plain: AttentionPlan
-
-    @property
-    def name(self) -> str:
-        return f"{self.case.name}, {self.shape.name} heads"
 
 
 @dataclass(frozen=True)
@@ -160,178 +84,6 @@ CASES = (
     Case("128 x (1,024 + 3)", (Level(1, 1024), Level(128, 3))),
     Case("128 x (4,096 + 3)", (Level(1, 4096), Level(128, 3))),
 )
-
-
-# The block tables of a case, and its tensors.
-
-
-def lengths_of(case: Case) -> np.ndarray:
-    """[rows] tokens of each row."""
-    *above, last = (level.tokens for level in case.levels)
-    shortest = last if case.shortest is None else case.shortest
-    return sum(above) + np.linspace(shortest, last, case.rows).round().astype(np.int64)
-
-
-def tables_of(case: Case) -> np.ndarray:
-    """[rows, columns] block ids in no order, as in a pool after some use; -1 where nothing is held."""
-    lengths = lengths_of(case)
-    column, row = np.arange(-(-int(lengths.max()) // BLOCK)), np.arange(case.rows)
-    nodes = np.array([level.nodes for level in case.levels])
-    first_own = np.cumsum([level.tokens for level in case.levels])[:-1] // BLOCK
-    width = nodes[np.searchsorted(first_own, column, side="right")]
-    name = (row[:, None] * width // case.rows) + column * case.rows  # of each column's nodes, no two alike
-    held = column * BLOCK < lengths[:, None]
-    found, block = np.unique(name[held], return_inverse=True)
-    tables = np.full(name.shape, -1)
-    tables[held] = np.random.default_rng(0).permutation(len(found))[block]
-    return tables
-
-
-def tokens_read(tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[blocks] how many tokens of each block any row reads."""
-    most = np.zeros(int(tables.max()) + 1, dtype=np.int64)
-    seen = np.clip(lengths[:, None] - np.arange(tables.shape[1]) * BLOCK, 0, BLOCK)
-    np.maximum.at(most, tables[tables >= 0], seen[tables >= 0])
-    return most
-
-
-def pool_bytes(case: Case, shape: Shape) -> int:
-    return (int(tables_of(case).max()) + 1) * BLOCK * shape.token_bytes
-
-
-def prepare(case: Case, shape: Shape) -> Problem:
-    tables, lengths = tables_of(case), lengths_of(case)
-    slots = (int(tables.max()) + 1) * BLOCK
-    torch.manual_seed(0)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, shape.dim, dtype=shape.dtype, device=shape.device)
-
-    keys, values = (draw(shape.kv_heads, slots + 1).transpose(0, 1) for _ in range(2))
-    unread = np.flatnonzero(np.arange(BLOCK) >= tokens_read(tables, lengths)[:, None])
-    for pool in (keys, values):
-        pool[torch.from_numpy(unread).to(shape.device)] = math.nan
-        pool[slots] = 0
-    plan = make_plan(tables, lengths, block_size=BLOCK, null_slot=slots, device=shape.device)
-    plain = plain_plan(plan, packing_of(shape))
-    return Problem(case, shape, draw(case.rows, shape.heads), keys, values, tables, lengths, plan, plain)
-
-
-def packing_of(shape: Shape) -> Packing:
-    """The packing that the operator will ask the plan for."""
-    chosen = tiles(shape.dtype, shape.dim, shape.dim, BLOCK)
-    group = shape.heads // shape.kv_heads
-    return packing(chosen, shape.kv_heads, group, shape.dim, shape.dim, shape.dtype)
-
-
-def plain_plan(plan: AttentionPlan, pack: Packing) -> AttentionPlan:
-    """The same tables, every row reading all of its tokens alone, cut for the processors as well as can be."""
-    plain = AttentionPlan(plan.sequences, plan.sequence_order, plan.nodes, plan.null_slot, plan.device, plan.cost)
-    runs = plain_runs(plan.sequences, plan.sequence_order)
-    cut, _ = best_cut(runs, pack, plan.cost, alignment(plan.block_size))
-    plain._work[pack] = make_work(runs, plan.row_order, pack, plan.cost, cut).to(plan.device)
-    return plain
-
-
-# The sides.
-
-
-def scale_of(shape: Shape) -> float:
-    return shape.dim**-0.5
-
-
-def our_side(given: Problem, plan: AttentionPlan) -> Run:
-    options, run = AttentionOptions(scale=scale_of(given.shape)), implementation("triton")
-
-    def once() -> torch.Tensor:
-        return attention(given.query, given.keys, given.values, plan, options, run=run)[0]
-
-    return once
-
-
-def slots_of(tables: np.ndarray, longest: int, empty: int) -> np.ndarray:
-    """[rows, longest] the slot of each position; ``empty`` where a row has no block."""
-    position = np.arange(longest)
-    block = tables[:, position // BLOCK]
-    return np.where(block >= 0, block * BLOCK + position % BLOCK, empty)
-
-
-def dense_copy(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[rows, kv_heads, longest, dim]; head by head, so that no second copy is in memory at any time."""
-    rows, longest = slots.shape
-    dense = pool.new_empty((rows, pool.shape[1], longest, pool.shape[2]))
-    for head in range(pool.shape[1]):
-        dense[:, head] = pool[slots, head]
-    return dense
-
-
-def sdpa_side(given: Problem) -> tuple[Run | None, str]:
-    """SDPA over dense copies, and what to say about it; None where there is none."""
-    shape, longest = given.shape, int(given.lengths.max())
-    if len(given.lengths) * longest * shape.token_bytes > MEMORY_SHARE * free_bytes(shape.device):
-        return None, "does not fit"
-    slots = torch.from_numpy(slots_of(given.tables, longest, given.plan.null_slot)).to(shape.device)
-    keys, values = (dense_copy(pool, slots) for pool in (given.keys, given.values))
-    query = given.query[:, :, None]
-    backend = SDPBackend.FLASH_ATTENTION if shape.device.type == "cuda" else SDPBackend.MATH
-
-    def once() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(query, keys, values, scale=scale_of(shape), enable_gqa=True)
-        return out[:, :, 0]
-
-    try:
-        once()
-    except RuntimeError as error:  # a card without a flash kernel must not cost the other columns
-        print(f"SDPA, {given.name}: {error}", file=sys.stderr)
-        return None, "no kernel"
-    return once, "padded" if given.case.shortest is not None else ""
-
-
-def free_bytes(device: torch.device) -> float:
-    if device.type != "cuda":
-        return math.inf
-    torch.cuda.empty_cache()  # what earlier cases left counts as taken otherwise
-    return torch.cuda.mem_get_info(device)[0]
-
-
-# The oracle.
-
-
-def row_attention(given: Problem, row: int, dtype: torch.dtype) -> torch.Tensor:
-    """[heads, dim] one row, eagerly, from the tables alone: products in ``dtype``, softmax at least in float32."""
-    slots = slots_of(given.tables[row : row + 1], int(given.lengths[row]), given.plan.null_slot)[0]
-    chosen, group = torch.from_numpy(slots).to(given.query.device), given.shape.heads // given.shape.kv_heads
-    keys, values = (
-        pool[chosen].to(dtype).repeat_interleave(group, dim=1).transpose(0, 1) for pool in (given.keys, given.values)
-    )
-    wide = torch.promote_types(dtype, torch.float32)
-    scores = (keys @ given.query[row].to(dtype)[:, :, None]).squeeze(2).to(wide) * scale_of(given.shape)
-    return (scores.softmax(-1).to(dtype)[:, None] @ values).squeeze(1)
-
-
-def wrong_rows(given: Problem, out: torch.Tensor) -> list[int]:
-    """Of a sample, the rows with an RMS error above twice that of eager in the same dtype and half an ulp."""
-    found = []
-    for row in np.unique(np.linspace(0, given.case.rows - 1, ROWS_CHECKED).round().astype(int)).tolist():
-        right, eager = (row_attention(given, row, dtype).double() for dtype in (torch.float64, given.shape.dtype))
-        limit = 2 * rms(eager - right) + torch.finfo(given.shape.dtype).eps * rms(right) / 2
-        if not rms(out[row].double() - right) <= limit:  # NaN is wrong as well
-            found.append(row)
-    return found
-
-
-def rms(values: torch.Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
-def check(given: Problem, sides: Mapping[str, Run]) -> None:
-    """Raises WrongResultError where a side is wrong or did not run the plan it is named after."""
-    for name, run in sides.items():
-        if bad := wrong_rows(given, run()):
-            raise WrongResultError(f"{given.name}: {name} differs from float64 in rows {bad}")
-    if list(given.plain._work) != [packing_of(given.shape)]:
-        raise WrongResultError(f"{given.name}: the operator asked the plain plan for another packing")
 
 
 # Time.

@@ -3,7 +3,7 @@
     python benchmarks/plan_time.py [--rounds 50]
 
 One thread. `anew`: sorted, tree, work items, from tables nobody has seen. `blocks changed`: every row has got a new
-last block since the step before. `only longer`: the blocks are those of the step before, as in most steps.
+last block since the step before. `same blocks`: only the lengths are new, as in most steps.
 
 Modelled on 132 processors with `branchkv.kernels.cost.GPU_COST`, bf16, heads of 128: when the launch ends, over the
 ideal, and the end of the plan that shares nothing over it. Ideal: the time of all tokens spread evenly, merging, and
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from parts.decoding_cases import BLOCK, Case, Level, lengths_of, tables_of
 
 from branchkv.kernels.cost import GPU_COST, makespan
 from branchkv.kernels.packing import Packing
@@ -27,53 +28,29 @@ from branchkv.kernels.planner import Planner
 from branchkv.kernels.sharing import Runs, plain_runs, shared_runs
 from branchkv.kernels.work import alignment, best_cut, durations, make_work
 
-BLOCK, NULL = 16, 10**8
+NULL = 10**8
 HEADS = {"32/32": (32, 1), "32/8": (8, 4), "64/8": (8, 8)}
+
+
+CASES = (
+    Case("64 x 4,096 unshared", (Level(64, 4096),)),
+    Case("64 x (3,840 + 256)", (Level(1, 3840), Level(64, 256))),
+    Case("1,024 x 2,048 unshared", (Level(1024, 2048),)),
+    Case("1,024 x (2,048 + 32)", (Level(1, 2048), Level(1024, 32))),
+    Case("10 x (4,096 + 416)", (Level(1, 4096), Level(10, 416))),
+    Case("tree 1, 4, 8, 256 of 2,048, 256, 256, 64", (Level(1, 2048), Level(4, 256), Level(8, 256), Level(256, 64))),
+    Case("256 x 1,024 unshared", (Level(256, 1024),)),
+    Case("128 x (303..4,099) unshared", (Level(128, 4099),), shortest=303),
+)
 
 
 @dataclass(frozen=True)
 class Shape:
+    """A case with its tables [rows, columns] and lengths [rows]."""
+
     name: str
     tables: np.ndarray
     lengths: np.ndarray
-
-
-def shape(name: str, rows: int, shared: int, own: int) -> Shape:
-    """Rows that share a prompt of ``shared`` tokens and have ``own`` of their own."""
-    common, each = shared // BLOCK, -(-own // BLOCK)
-    private = common + np.arange(rows * each).reshape(rows, each)
-    tables = np.concatenate([np.tile(np.arange(common), (rows, 1)), private], axis=1)
-    return Shape(name, tables, np.full(rows, shared + own))
-
-
-def tree(name: str, widths: list[int], tokens: list[int]) -> Shape:
-    """``widths`` nodes of ``tokens`` tokens on each level."""
-    leaves, columns, used = widths[-1], [], 0
-    for width, length in zip(widths, tokens, strict=True):
-        blocks = used + np.arange(width * (length // BLOCK)).reshape(width, -1)
-        used += blocks.size
-        columns.append(np.repeat(blocks, leaves // width, axis=0))
-    return Shape(name, np.concatenate(columns, axis=1), np.full(leaves, sum(tokens)))
-
-
-def ragged(name: str, lengths: np.ndarray) -> Shape:
-    """Rows of other lengths that share nothing."""
-    blocks = -(-lengths // BLOCK)
-    first = np.cumsum(blocks) - blocks
-    column = np.arange(blocks.max())
-    return Shape(name, np.where(column < blocks[:, None], first[:, None] + column, -1), lengths)
-
-
-SHAPES = [
-    shape("64 x 4,096 unshared", 64, 0, 4096),
-    shape("64 x (3,840 + 256)", 64, 3840, 256),
-    shape("1,024 x 2,048 unshared", 1024, 0, 2048),
-    shape("1,024 x (2,048 + 32)", 1024, 2048, 32),
-    shape("10 x (4,096 + 416)", 10, 4096, 416),
-    tree("tree 1, 4, 8, 256 of 32, 256, 256, 32", [1, 4, 8, 256], [32, 256, 256, 32]),
-    shape("256 x 1,024 unshared", 256, 0, 1024),
-    ragged("128 x (300..4,096) + 3", np.random.default_rng(0).integers(300, 4097, 128) + 3),
-]
 
 
 def packing(heads: str) -> Packing:
@@ -91,7 +68,7 @@ def median(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def step(given: Shape, rounds: int, tables: np.ndarray | None = None, more: int = 0) -> float:
+def step(given: Shape, rounds: int, tables: np.ndarray | None = None, more: np.ndarray | int = 0) -> float:
     """Milliseconds of a step that follows another one; ``tables`` and ``more`` tokens are what is new."""
     tiles, times = packing("32/8"), []
     for _ in range(rounds):
@@ -110,7 +87,8 @@ def times_of(given: Shape, rounds: int) -> str:
     changed = given.tables.copy()
     last = (changed >= 0).sum(axis=1) - 1
     changed[np.arange(len(changed)), last] += int(changed.max()) + 1
-    parts = (median(anew, rounds), step(given, rounds, changed), step(given, rounds, more=-1))
+    within = np.where(given.lengths % BLOCK == 0, -1, 1)  # lengths that end in the same blocks
+    parts = (median(anew, rounds), step(given, rounds, changed), step(given, rounds, more=within))
     return f"| {given.name} | {parts[0]:.2f} | {parts[1]:.2f} | {parts[2]:.2f} |"
 
 
@@ -148,13 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50)
     rounds = parser.parse_args().rounds
+    shapes = [Shape(case.name, tables_of(case), lengths_of(case)) for case in CASES]
     print(f"numpy {np.__version__}, blocks of {BLOCK}, 32/8 heads; milliseconds, medians of {rounds}")
-    print("| rows x tokens | anew | blocks changed | only longer |\n|---|--:|--:|--:|")
-    for given in SHAPES:
+    print("| rows x tokens | anew | blocks changed | same blocks |\n|---|--:|--:|--:|")
+    for given in shapes:
         print(times_of(given, rounds), flush=True)
     names = " | ".join(f"{heads} us | over ideal | plain over it" for heads in HEADS)
     print(f"\n| modelled | {names} |\n|---|{'--:|' * 3 * len(HEADS)}")
-    for given in SHAPES:
+    for given in shapes:
         print(makespans_of(given), flush=True)
 
 

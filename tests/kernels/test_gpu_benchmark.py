@@ -30,7 +30,9 @@ SHARE_ALL = CostModel(processors=1, fixed=0.0, bandwidth=1.0, rate=1e12, merge=0
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """The script as a module; dataclasses look it up under its name."""
+    """The script as a module; dataclasses look it up under its name. Its folder is on the path, as when it is run."""
+    before = set(sys.modules)
+    sys.path.append(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("gpu_attention", ROOT / "benchmarks" / "gpu_attention.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +40,22 @@ def bench() -> Iterator[Any]:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     yield module
-    del sys.modules[spec.name]
+    sys.path.remove(str(ROOT / "benchmarks"))
+    for name in set(sys.modules) - before:
+        if name == spec.name or name.split(".")[0] == "parts":
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def oracle(bench: Any) -> Any:
+    """What the script is made of: tensors, sides, oracle."""
+    return sys.modules["parts.gpu_sides"]
+
+
+@pytest.fixture(scope="module")
+def cases(bench: Any) -> Any:
+    """Its block tables."""
+    return sys.modules["parts.decoding_cases"]
 
 
 def tiny(bench: Any, name: str) -> Any:
@@ -62,7 +79,7 @@ def shared(given: Any) -> Any:
     )
 
 
-def test_blocks_and_tokens_of_every_case(bench: Any) -> None:
+def test_blocks_and_tokens_of_every_case(bench: Any, cases: Any) -> None:
     ragged = [303 + round(row * 3796 / 127) for row in range(128)]
     expected = {  # blocks, and tokens in them, counted by hand
         "10 x (4,096 + 416)": (256 + 10 * 26, 4096 + 10 * 416),
@@ -79,15 +96,15 @@ def test_blocks_and_tokens_of_every_case(bench: Any) -> None:
     }
     assert [case.name for case in bench.CASES] == list(expected)
     for case in bench.CASES:
-        tables, lengths = bench.tables_of(case), bench.lengths_of(case)
+        tables, lengths = cases.tables_of(case), cases.lengths_of(case)
         used = np.unique(tables[tables >= 0])
         assert (len(used), int(bench.tokens_read(tables, lengths).sum())) == expected[case.name]
         assert used.tolist() == list(range(len(used)))
         assert ((tables >= 0).sum(axis=1) == -(-lengths // 16)).all()
 
 
-def test_rows_share_the_blocks_of_the_nodes_they_are_in(bench: Any) -> None:
-    tables = bench.tables_of(tiny(bench, "tree"))
+def test_rows_share_the_blocks_of_the_nodes_they_are_in(bench: Any, cases: Any) -> None:
+    tables = cases.tables_of(tiny(bench, "tree"))
     together = (tables[:, None] == tables[None]).sum(axis=2)
     assert together.tolist() == [[6, 3, 2, 2], [3, 6, 2, 2], [2, 2, 6, 3], [2, 2, 3, 6]]
     for column in range(tables.shape[1]):
@@ -97,7 +114,7 @@ def test_rows_share_the_blocks_of_the_nodes_they_are_in(bench: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["prompt", "tree", "ragged"])
-def test_both_plans_and_sdpa_are_right(bench: Any, name: str, dtype: torch.dtype) -> None:
+def test_both_plans_and_sdpa_are_right(bench: Any, oracle: Any, name: str, dtype: torch.dtype) -> None:
     given = shared(bench.prepare(tiny(bench, name), tiny_shape(bench, dtype)))
     sides = {"branchkv": bench.our_side(given, given.plan), "plain": bench.our_side(given, given.plain)}
     bench.check(given, sides)
@@ -106,29 +123,29 @@ def test_both_plans_and_sdpa_are_right(bench: Any, name: str, dtype: torch.dtype
     assert (int(given.plan.work(pack).items[:, 1].max()) > 1) == (name != "ragged")
     together, alone = (sides[side]().double() for side in ("branchkv", "plain"))
     # Sums of some 60 products in another order: each rounds by half an ulp, and they add up like a random walk.
-    assert bench.rms(together - alone) <= 60**0.5 / 2 * torch.finfo(dtype).eps * bench.rms(alone)
+    assert oracle.rms(together - alone) <= 60**0.5 / 2 * torch.finfo(dtype).eps * oracle.rms(alone)
     sdpa, note = bench.sdpa_side(given)
     assert note == ("padded" if name == "ragged" else "")
     if not note:
         bench.check(given, {"SDPA": sdpa})
 
 
-def test_the_oracle_rejects_what_is_wrong(bench: Any) -> None:
+def test_the_oracle_rejects_what_is_wrong(bench: Any, oracle: Any) -> None:
     given = bench.prepare(tiny(bench, "prompt"), tiny_shape(bench))
     right = bench.our_side(given, given.plan)()
     one_head, not_a_number = right.clone(), right.clone()
     one_head[2, 1], not_a_number[4, 0, 0] = right[2, 3], float("nan")
-    assert bench.wrong_rows(given, right) == []
-    assert bench.wrong_rows(given, right * 1.01) == [0, 1, 2, 3, 4]
-    assert bench.wrong_rows(given, one_head) == [2]
-    assert bench.wrong_rows(given, not_a_number) == [4]
+    assert oracle.wrong_rows(given, right) == []
+    assert oracle.wrong_rows(given, right * 1.01) == [0, 1, 2, 3, 4]
+    assert oracle.wrong_rows(given, one_head) == [2]
+    assert oracle.wrong_rows(given, not_a_number) == [4]
     with pytest.raises(bench.WrongResultError, match=r"prompt, 4/2 heads: branchkv .* rows \[0, 1, 2, 3, 4\]"):
         bench.check(given, {"branchkv": lambda: right * 1.01})
 
 
-def test_a_wrong_result_is_not_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bench.attention
-    monkeypatch.setattr(bench, "attention", lambda *args, **kwargs: (real(*args, **kwargs)[0] * 1.01, None))
+def test_a_wrong_result_is_not_timed(bench: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = oracle.attention
+    monkeypatch.setattr(oracle, "attention", lambda *args, **kwargs: (real(*args, **kwargs)[0] * 1.01, None))
     with pytest.raises(bench.WrongResultError):
         bench.measure(tiny(bench, "prompt"), tiny_shape(bench), lambda run: pytest.fail("timed"), 1)
 
